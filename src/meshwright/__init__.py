@@ -1,0 +1,1 @@
+"""meshwright plans, proves, runs and diagnoses parallel layouts of large language models."""

@@ -1,0 +1,1 @@
+"""One folder an engine: profile, command, logs."""

@@ -1,0 +1,1 @@
+"""The runtime of this project as an engine: it splits unevenly."""

@@ -1,0 +1,1 @@
+"""vLLM: profile, command."""

@@ -1,0 +1,1 @@
+"""The spine: what every rank does and holds, as three tables."""

@@ -1,0 +1,1 @@
+"""Pure tables of who sends what to whom and when."""

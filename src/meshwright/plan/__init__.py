@@ -1,0 +1,1 @@
+"""Predict a ledger from specs, choose a layout, say why."""

@@ -1,0 +1,1 @@
+"""Models, devices and links as data, each entry with its source."""
