@@ -10,9 +10,9 @@ from meshwright.specs.model import Attention, Layer, Mlp
 
 def gqa(f: Fields, window: int | None = None) -> Attention:
     """Attention of the usual keys: heads, KV heads (default: heads), head width (default: hidden / heads)."""
-    heads = f.int("num_attention_heads", "n_head", high=1 << 14)
-    kv_heads = f.int("num_key_value_heads", default=heads, high=1 << 14)
-    head_dim = f.int("head_dim", default=max(1, f.int("hidden_size", "n_embd") // heads))
+    heads = f.integer("num_attention_heads", "n_head", high=1 << 14)
+    kv_heads = f.integer("num_key_value_heads", default=heads, high=1 << 14)
+    head_dim = f.integer("head_dim", default=max(1, f.integer("hidden_size", "n_embd") // heads))
     return Attention("gqa", heads, kv_heads, head_dim, head_dim, window=window)
 
 
@@ -49,17 +49,19 @@ def ends(t: Table, hidden: int, vocab: int, tied: bool, *, norm_bias: bool = Fal
 @architecture("LlamaForCausalLM", "llama")
 def llama(f: Fields, dtype: str) -> Parts:
     """Llama 1 to 3: optional biases on all projections of the attention and of the MLP."""
-    hidden, vocab, n = f.int("hidden_size"), f.int("vocab_size"), f.layers()
+    hidden, vocab, n = f.integer("hidden_size"), f.integer("vocab_size"), f.layers()
     a = gqa(f)
-    inter = f.int("intermediate_size")
-    tied = f.bool("tie_word_embeddings")
+    inter = f.integer("intermediate_size")
+    tied = f.flag("tie_word_embeddings")
     every = tuple(range(n))
-    attn_bias = f.bool("attention_bias")
+    attn_bias = f.flag("attention_bias")
     t = Table(dtype)
     ends(t, hidden, vocab, tied)
     attention_tensors(t, hidden, a, every, bias=attn_bias, out_bias=attn_bias)
-    mlp_tensors(t, hidden, inter, every, bias=f.bool("mlp_bias"))
+    mlp_tensors(t, hidden, inter, every, bias=f.flag("mlp_bias"))
     t.norm("input_layernorm", hidden, layers=every)
     t.norm("post_attention_layernorm", hidden, layers=every)
     layer = Layer((a,), (Mlp(inter),))
-    return Parts(hidden, vocab, (layer,) * n, tuple(t.families), tied, f.int("max_position_embeddings", default=2048))
+    return Parts(
+        hidden, vocab, (layer,) * n, tuple(t.families), tied, f.integer("max_position_embeddings", default=2048)
+    )

@@ -40,7 +40,7 @@ class Fields:
     def _fail(self, name: str, value: object, wanted: str) -> InputError:
         return InputError(f"{self.where}: {name} is {str(value)[:40]!r}; {wanted}")
 
-    def int(self, *names: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
+    def integer(self, *names: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
         """A whole number in ``[low, high]``.
 
         Raises:
@@ -60,11 +60,11 @@ class Fields:
             raise self._fail(name, value, f"it must be {low} to {high}")
         return int(value)
 
-    def opt_int(self, *names: str, low: int = 1, high: int = MAX_SIZE) -> int | None:
+    def maybe(self, *names: str, low: int = 1, high: int = MAX_SIZE) -> int | None:
         """A whole number, or None when absent or null."""
-        return self.int(*names, low=low, high=high) if self.has(*names) else None
+        return self.integer(*names, low=low, high=high) if self.has(*names) else None
 
-    def bool(self, *names: str, default: bool = False) -> bool:
+    def flag(self, *names: str, default: bool = False) -> bool:
         """True or false."""
         name, value = self.get(*names)
         if value is None:
@@ -73,7 +73,7 @@ class Fields:
             raise self._fail(name, value, "true or false is needed")
         return value
 
-    def str(self, *names: str, default: str = "") -> str:
+    def text(self, *names: str, default: str = "") -> str:
         """A string."""
         name, value = self.get(*names)
         if value is None:
@@ -82,7 +82,7 @@ class Fields:
             raise self._fail(name, value, "a string is needed")
         return value
 
-    def ints(self, *names: str, length: int | None = None, low: int = 0, high: int = MAX_SIZE) -> tuple[int, ...]:
+    def integers(self, *names: str, length: int | None = None, low: int = 0, high: int = MAX_SIZE) -> tuple[int, ...]:
         """A list of whole numbers; empty when absent. ``length``: how many there must be (None: any)."""
         name, value = self.get(*names)
         if value is None:
@@ -97,7 +97,7 @@ class Fields:
                 raise self._fail(name, item, f"whole numbers {low} to {high} are needed")
         return tuple(value)
 
-    def strs(self, *names: str, length: int | None = None) -> tuple[str, ...]:
+    def texts(self, *names: str, length: int | None = None) -> tuple[str, ...]:
         """A list of strings; empty when absent."""
         name, value = self.get(*names)
         if value is None:
@@ -121,7 +121,7 @@ class Fields:
 
     def layers(self, *names: str) -> int:
         """Number of layers, bounded."""
-        return self.int(*(names or ("num_hidden_layers", "n_layer", "num_layers")), high=MAX_LAYERS)
+        return self.integer(*(names or ("num_hidden_layers", "n_layer", "num_layers")), high=MAX_LAYERS)
 
     def dtype(self, default: str = "bf16") -> str:
         """Compute dtype (``dtype`` in transformers 5, ``torch_dtype`` in 4)."""
