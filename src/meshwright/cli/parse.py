@@ -1,0 +1,33 @@
+"""Text of flags into numbers."""
+
+from __future__ import annotations
+
+import re
+
+from meshwright.errors import InputError
+
+_DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(us|ms|s)?$")
+_UNIT_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, None: 1.0}
+
+
+def seconds(text: str, flag: str) -> float:
+    """``"40ms"``, ``"2s"`` or ``"0.5"`` (seconds).
+
+    Raises:
+        InputError: neither a number nor a number with us, ms or s, or not above zero.
+    """
+    match = _DURATION.match(text.strip().lower()) if len(text) < 32 else None
+    value = float(match.group(1)) * _UNIT_S[match.group(2)] if match else 0.0
+    if not value > 0:
+        raise InputError(f"{flag} {text[:20]!r} is not a duration; write it as 2s or 40ms")
+    return value
+
+
+def in_range(value: float, flag: str, low: float, high: float) -> None:
+    """Refuse a number out of ``[low, high]``.
+
+    Raises:
+        InputError: with the number and both bounds.
+    """
+    if not low <= value <= high:
+        raise InputError(f"{flag} {value:g} is out of range; it must be {low:g} to {high:g}")

@@ -1,0 +1,153 @@
+"""Plan: a layout with what it holds, what it moves, why it was chosen, and what was not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.plan.memory import ServeMemory, TrainMemory
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.layout import Layout
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.placement import Placement
+from meshwright.specs.profile import ServeSettings
+from meshwright.specs.rules import Rule
+from meshwright.specs.workload import Workload
+
+#: Why the model is split at all. ``capacity``: it does not fit on fewer devices. ``throughput``: it fits on one
+#: tensor-parallel group and the rest of the devices serve replicas. ``latency``: split further than capacity
+#: asks for, because a target does. ``given``: the user stated the layout. ``none``: no layout works.
+Motive = Literal["capacity", "throughput", "latency", "given", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One sentence of the explanation, with the numbers in it by name."""
+
+    code: str
+    text: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the ranking compares, counted from the ledger. Not a time prediction.
+
+    The seconds are what the counted bytes and FLOPs take at the *peak* of device and links: a lower bound, good
+    for comparing layouts of one model on one cluster. The time model replaces this class.
+
+    Attributes:
+        bytes_read: bytes the busiest rank reads and writes in one decode step (serving) or step (training).
+        flops: floating point operations of the busiest rank in it.
+        wire_bytes: bytes the busiest rank sends in it.
+        messages: collectives and hand-offs it takes part in.
+        step_s: lower bound of a decode step (serving) or optimizer step (training).
+        prefill_s: lower bound of prefilling one request (serving), 0 in training.
+        tokens_per_s: upper bound of the whole cluster's output tokens (serving) or trained tokens a second.
+    """
+
+    bytes_read: float
+    flops: float
+    wire_bytes: float
+    messages: int
+    step_s: float
+    prefill_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout that was looked at in full."""
+
+    layout: Layout
+    placement: Placement
+    memory: ServeMemory | TrainMemory
+    cost: Cost
+    rules: tuple[Rule, ...] = ()
+    workload: Workload | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank holds its share of the workload."""
+        return self.memory.fits
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A layout that works and lost, with what it lost by."""
+
+    candidate: Candidate
+    lost_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A layout that does not work, with the number that killed it."""
+
+    layout: Layout
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to type on one node.
+
+    Attributes:
+        node: node index, or None for every node.
+        purpose: "serve", "ray head", ...
+        text: the shell command, quoted.
+        env: environment it needs.
+        note: one line on why, or what to replace.
+    """
+
+    node: int | None
+    purpose: str
+    text: str
+    env: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer of ``plan``.
+
+    Attributes:
+        kind: serve or train.
+        verdict: the first line of the output.
+        motive: why the model is split.
+        layout: chosen (or given) layout, None when nothing works.
+        legal: no rule of the engine forbids it.
+        fits: every rank holds its share of the workload.
+        chosen: the layout in full; None when it is illegal (no memory can be counted).
+        rules: broken rules of the chosen layout (illegal and unwise).
+        reasons: the explanation, most important first.
+        alternatives, rejected: what else was looked at.
+        settings: engine settings the plan was made for (serving), every field resolved.
+        notes: assumptions of the model reader, of the cluster, of the memory model.
+    """
+
+    kind: Literal["serve", "train"]
+    verdict: str
+    motive: Motive
+    spec: ModelSpec
+    cluster: Cluster
+    engine: str
+    workload: Workload
+    layout: Layout | None
+    legal: bool
+    fits: bool
+    chosen: Candidate | None
+    rules: tuple[Rule, ...]
+    reasons: tuple[Reason, ...]
+    alternatives: tuple[Alternative, ...]
+    rejected: tuple[Rejected, ...]
+    settings: ServeSettings | None = None
+    commands: tuple[Command, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Legal and fits."""
+        return self.legal and self.fits

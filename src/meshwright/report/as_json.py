@@ -1,0 +1,158 @@
+"""A Plan as JSON with stable keys; the names are those of the Python objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+from meshwright.plan.memory import RankMemory, ServeMemory
+from meshwright.plan.plan import Candidate, Plan
+from meshwright.plan.spread import rank_rows
+from meshwright.specs.layout import Layout, product
+from meshwright.specs.placement import Coordinate
+from meshwright.specs.rules import Rule
+
+#: Above this many ranks ``memory.ranks`` lists one row a class of equal ranks instead of one a rank.
+MAX_RANK_ROWS = 4096
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, tuples and mappings as what ``json.dumps`` takes."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    return value
+
+
+def layout_json(layout: Layout) -> dict[str, Any]:
+    """The degrees and knobs by name, ``world``, and the text form that ``--layout`` takes."""
+    return {**asdict(layout), "world": layout.world, "text": str(layout), "product": product(layout)}
+
+
+def coordinate_json(c: Coordinate) -> dict[str, int]:
+    """A coordinate by axis."""
+    return {"dp": c.dp, "pp": c.pp, "cp": c.cp, "tp": c.tp, "ep": c.ep}
+
+
+def rule_json(rule: Rule) -> dict[str, Any]:
+    """A broken rule with its numbers and the nearest legal layouts."""
+    return {
+        "code": rule.code,
+        "severity": rule.severity,
+        "message": rule.message,
+        "way_out": rule.way_out,
+        "where": rule.where,
+        "numbers": dict(rule.numbers),
+        "nearest": [str(n) for n in rule.nearest],
+    }
+
+
+def rank_json(row: RankMemory, kind: str) -> dict[str, Any]:
+    """Memory of one rank (or of one class of equal ranks) in bytes."""
+    out: dict[str, Any] = {
+        "rank": row.rank,
+        "ranks": row.ranks,
+        "rank_class": row.rank_class,
+        "coordinate": coordinate_json(row.coordinate),
+        "weights_bytes": row.weights_bytes,
+    }
+    if kind == "serve":
+        out["kv_cache_bytes"] = row.kv_cache_bytes
+    else:
+        out["gradients_bytes"] = row.gradients_bytes
+        out["optimizer_bytes"] = row.optimizer_bytes
+    out |= {
+        "activations_bytes": row.activations_bytes,
+        "runtime_bytes": row.runtime_bytes,
+        "total_bytes": row.total_bytes,
+        "capacity_bytes": row.capacity_bytes,
+    }
+    return out
+
+
+def memory_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    """``memory``: the worst rank, every rank, and every term in detail by class."""
+    memory = candidate.memory
+    rows = rank_rows(candidate.placement, memory.ranks, MAX_RANK_ROWS)
+    out: dict[str, Any] = {
+        "worst": rank_json(memory.worst, plan.kind),
+        "ranks": [rank_json(r, plan.kind) for r in rows],
+        "holdings": [plain(h) for r in memory.ranks for h in r.holdings],
+        "notes": list(memory.notes),
+    }
+    if isinstance(memory, ServeMemory):
+        out |= {
+            "kv_pool_bytes": memory.kv_pool_bytes,
+            "kv_bytes_per_token": memory.kv_bytes_per_token,
+            "kv_needed_bytes": memory.needed_bytes,
+            "max_requests": memory.max_requests,
+            "longest_context": memory.longest_context,
+        }
+    return out
+
+
+def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    """A layout that was looked at in full, in short."""
+    out: dict[str, Any] = {
+        "layout": layout_json(candidate.layout),
+        "fits": candidate.fits,
+        "worst": rank_json(candidate.memory.worst, plan.kind),
+        "cost": plain(candidate.cost),
+    }
+    if isinstance(candidate.memory, ServeMemory):
+        out["kv_cache_tokens"] = candidate.memory.kv_cache_tokens
+        out["max_requests"] = candidate.memory.max_requests
+    return out
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The whole plan; keys are stable, new ones may be added."""
+    chosen = plan.chosen
+    serve = chosen.memory if chosen and isinstance(chosen.memory, ServeMemory) else None
+    return {
+        "kind": plan.kind,
+        "verdict": plan.verdict,
+        "ok": plan.ok,
+        "motive": plan.motive,
+        "model": {
+            "name": plan.spec.name,
+            "architecture": plan.spec.architecture,
+            "source": plan.spec.source,
+            "parameters": plan.spec.parameters("decoder"),
+            "weight_bytes": plan.spec.weight_bytes(),
+            "layers": len(plan.spec.layers),
+            "quantization": plain(plan.spec.quantization),
+        },
+        "cluster": {
+            "text": str(plan.cluster),
+            "nodes": plan.cluster.nodes,
+            "devices_per_node": plan.cluster.devices_per_node,
+            "device": plan.cluster.device.name,
+            "memory_bytes": plan.cluster.device.memory_bytes,
+            "intra": plan.cluster.intra.name,
+            "inter": plan.cluster.inter.name,
+            "inter_assumed": plan.cluster.inter_assumed,
+        },
+        "engine": plan.engine,
+        "workload": plain(plan.workload),
+        "settings": plain(plan.settings),
+        "layout": layout_json(plan.layout) if plan.layout else None,
+        "legal": plan.legal,
+        "fits": plan.fits,
+        "rules": [rule_json(r) for r in plan.rules],
+        "reasons": [plain(r) for r in plan.reasons],
+        "memory": memory_json(plan, chosen) if chosen else None,
+        "kv_cache_tokens": serve.kv_cache_tokens if serve else None,
+        "cost": plain(chosen.cost) if chosen else None,
+        "alternatives": [{**candidate_json(plan, a.candidate), "lost_by": a.lost_by} for a in plan.alternatives],
+        "rejected": [{"layout": layout_json(r.layout), "code": r.code, "reason": r.reason} for r in plan.rejected],
+        "commands": [
+            {"node": c.node, "purpose": c.purpose, "text": c.text, "env": dict(c.env), "note": c.note}
+            for c in plan.commands
+        ],
+        "notes": list(plan.notes),
+    }

@@ -1,0 +1,138 @@
+"""A plan in the terminal: verdict first, then the memory table, reasons, what else was looked at, what to type."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from meshwright.plan.memory import RankMemory, ServeMemory
+from meshwright.plan.plan import Alternative, Candidate, Plan
+from meshwright.specs.layout import product
+from meshwright.specs.units import GIB, binary, gib
+
+#: Rows of the memory table; the rest is summarised in a line.
+MAX_ROWS = 12
+
+
+def console() -> Console:
+    """Standard output, wide enough for tables when it is not a terminal."""
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=False)
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """A table without borders; the first column is left-aligned, the others right-aligned."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="left" if index == 0 else "right", no_wrap=index != 0)
+    return made
+
+
+def _number(nbytes: int) -> str:
+    return f"{nbytes / GIB:,.2f}"
+
+
+def _where(row: RankMemory) -> str:
+    c = row.coordinate
+    places = [f"{axis} {value}" for axis, value in (("dp", c.dp), ("pp", c.pp), ("cp", c.cp), ("tp", c.tp)) if value]
+    ranks = f"rank {row.rank}" if row.ranks == 1 else f"rank {row.rank} and {row.ranks - 1:,} alike"
+    return f"{ranks} ({', '.join(places)})" if places else ranks
+
+
+def memory_table(plan: Plan, candidate: Candidate) -> Table:
+    """One row a class of equal ranks, worst first; GiB."""
+    serve = plan.kind == "serve"
+    terms = ("weights", "KV needed") if serve else ("weights", "gradients", "optimizer")
+    made = table(
+        "GiB a rank", *terms, "activations", "runtime", "total", "limit" if serve else "device", "left", title="Memory"
+    )
+    rows = sorted(candidate.memory.ranks, key=lambda r: (r.capacity_bytes - r.total_bytes, r.rank))
+    for row in rows[:MAX_ROWS]:
+        states = [row.kv_cache_bytes] if serve else [row.gradients_bytes, row.optimizer_bytes]
+        left = row.capacity_bytes - row.total_bytes
+        made.add_row(
+            _where(row),
+            _number(row.weights_bytes),
+            *(_number(s) for s in states),
+            _number(row.activations_bytes),
+            _number(row.runtime_bytes),
+            _number(row.total_bytes),
+            _number(row.capacity_bytes),
+            _number(left),
+            style="red" if left < 0 else None,
+        )
+    if len(rows) > MAX_ROWS:
+        made.add_row(f"... {len(rows) - MAX_ROWS} more kinds of ranks, each with more left", *[""] * (6 + len(terms)))
+    return made
+
+
+def _capacity_line(memory: ServeMemory) -> str:
+    return (
+        f"KV cache of one replica: {memory.kv_cache_tokens:,} tokens in {gib(memory.kv_pool_bytes)} a rank "
+        f"({binary(memory.kv_bytes_per_token)} a token); {memory.max_requests:,} requests of this length at once; "
+        f"longest single request {memory.longest_context:,} tokens"
+    )
+
+
+def _alternatives(rows: Iterable[Alternative], kind: str) -> Table:
+    made = table("Other layouts that work", "worst rank", "left", "lost by")
+    made.columns[3].justify = "left"
+    made.columns[3].no_wrap = False
+    for alternative in rows:
+        worst = alternative.candidate.memory.worst
+        made.add_row(
+            product(alternative.candidate.layout),
+            gib(worst.total_bytes),
+            gib(worst.capacity_bytes - worst.total_bytes),
+            escape(alternative.lost_by),
+        )
+    return made
+
+
+def show_plan(plan: Plan, out: Console | None = None) -> None:
+    """Print the plan."""
+    out = out or console()
+    out.print(escape(plan.verdict), style="bold green" if plan.ok else "bold red")
+    for rule in plan.rules:
+        where = f" ({rule.where})" if rule.where else ""
+        out.print(escape(f"{rule.severity}: {rule.message}{where}; {rule.way_out}"))
+    if plan.chosen is not None:
+        out.print()
+        out.print(memory_table(plan, plan.chosen))
+        if isinstance(plan.chosen.memory, ServeMemory):
+            out.print(escape(_capacity_line(plan.chosen.memory)))
+    if plan.reasons:
+        out.print("\n[bold]Why[/bold]")
+        for reason in plan.reasons:
+            out.print(escape(f"- {reason.text}"))
+    if plan.alternatives:
+        out.print()
+        out.print(_alternatives(plan.alternatives, plan.kind))
+    if plan.rejected:
+        out.print()
+        made = table("Rejected", "because")
+        made.columns[1].justify = "left"
+        made.columns[1].no_wrap = False
+        for rejected in plan.rejected:
+            made.add_row(product(rejected.layout), escape(rejected.reason))
+        out.print(made)
+    _show_commands(plan, out)
+    if plan.notes:
+        out.print("\n[bold]Assumed[/bold]")
+        for note in plan.notes:
+            out.print(escape(f"- {note}"))
+
+
+def _show_commands(plan: Plan, out: Console) -> None:
+    if not plan.commands:
+        return
+    out.print(f"\n[bold]What to type[/bold] ({escape(plan.engine)})")
+    for command in plan.commands:
+        where = "every node" if command.node is None else f"node {command.node}"
+        note = f": {command.note}" if command.note else ""
+        out.print(escape(f"# {where}, {command.purpose}{note}"), style="dim", soft_wrap=True)
+        env = "".join(f"{key}={value} " for key, value in command.env)
+        out.print(escape(env + command.text), soft_wrap=True)
