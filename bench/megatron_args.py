@@ -1,0 +1,293 @@
+"""Megatron-LM command-line arguments -> ModelSpec, Layout, Train and TrainEngine.
+
+Defaults are Megatron-LM's (``megatron/training/arguments.py``): learned positions, GELU, biases, LayerNorm, tied
+embeddings, dropout 0.1, ffn 4h, Adam. The vocabulary is the tokenizer's where the arguments do not state it: GPT-2
+BPE 50,257, BERT 28,996 (the functional tests' data), 256,000 for the tests of Nemotron models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.plan.train_engine import MIB, TrainEngine
+from meshwright.specs.build import Mamba, decoder
+from meshwright.specs.layout import Layout
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.workload import Train
+
+Args = Mapping[str, object]
+
+
+class UndecidableError(Exception):
+    """The arguments do not determine the memory; ``str`` is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronCase:
+    """One Megatron run, ready for ``train_memory``."""
+
+    spec: ModelSpec
+    layout: Layout
+    work: Train
+    engine: TrainEngine
+    group: str
+
+
+class Reader:
+    """Typed access to arguments that may be strings, numbers or flags."""
+
+    def __init__(self, args: Args, row: Mapping[str, str]) -> None:
+        self.args = args
+        self.row = row
+
+    def integer(self, name: str, default: int | None = None, column: str = "") -> int | None:
+        """Whole number of an argument, of the table's column, or the default."""
+        value = self.args.get(name)
+        if value is None and column and self.row.get(column):
+            value = self.row[column]
+        return default if value is None else int(str(value))
+
+    def need(self, name: str, column: str = "") -> int:
+        """Whole number that must be there."""
+        value = self.integer(name, None, column)
+        if value is None:
+            raise UndecidableError(f"--{name} is not known")
+        return value
+
+    def flag(self, name: str, column: str = "") -> bool:
+        """Whether a flag is set."""
+        return str(self.args.get(name, self.row.get(column, ""))).lower() in {"true", "1"}
+
+    def text(self, name: str, default: str = "") -> str:
+        """Text of an argument."""
+        return str(self.args.get(name, default))
+
+    def number(self, name: str, default: float) -> float:
+        """Floating point number of an argument."""
+        return float(str(self.args.get(name, default)))
+
+
+def world_size(test: str, env: str, release: bool) -> int:
+    """Devices of a functional test: 8, or 4 of one GB200 node; releases ran on more (see the facts)."""
+    if "1N4G" in test or (test.endswith("_1node") and "gb200" in env):
+        return 4
+    if release:
+        return 64 if "bert" in test else 128
+    return 8
+
+
+def _moe_layers(text: str, layers: int) -> tuple[int, ...] | None:
+    """``--moe-layer-freq``: a number n (every n-th layer), or a Python list expression such as ``([0]*3+[1]*58)``."""
+    text = text.strip()
+    if not text or text == "1":
+        return None
+    if text.isdigit():
+        return tuple(i for i in range(layers) if i % int(text) == 0)
+    flags: list[int] = []
+    for bit, times in re.findall(r"\[([01])\](?:\*(\d+))?", text):
+        flags += [int(bit)] * int(times or 1)
+    return tuple(i for i, bit in enumerate(flags[:layers]) if bit)
+
+
+def vocabulary(test: str, r: Reader) -> int:
+    """Rows before padding."""
+    stated = r.integer("vocab-size", None, "vocab")
+    if stated is not None:
+        return stated
+    family = test.partition("/")[0]
+    if family == "bert":
+        return 28996
+    if family == "nemotron" or "nemotron" in test:
+        return 131072
+    return 50257
+
+
+def model(test: str, r: Reader) -> tuple[ModelSpec, tuple[int, ...]]:
+    """The model, and the layers of every stage where a hybrid pattern states them."""
+    h, a = r.need("hidden-size", "hidden"), r.need("num-attention-heads", "heads")
+    pattern = r.text("hybrid-layer-pattern") or r.text("hybrid-override-pattern")
+    main, _, mtp_part = pattern.partition("/")
+    stages = tuple(len(p) for p in main.split("|")) if "|" in main else ()
+    main = main.replace("|", "")
+    layers = len(main) if main else r.need("num-layers", "layers")
+    swiglu = r.flag("swiglu")
+    rms = r.text("normalization") == "RMSNorm"
+    ffn = r.integer("ffn-hidden-size", None, "ffn")
+    if ffn is None:
+        ffn = int(4 * h * 2 / 3) // 64 * 64 if swiglu else 4 * h
+    experts = r.integer("num-experts", 0, "experts") or 0
+    kv = r.integer("num-query-groups", None, "kv") if r.flag("group-query-attention") or r.row.get("kv") else None
+    mla = r.flag("multi-latent-attention")
+    nope, rope = r.integer("qk-head-dim", 128) or 0, r.integer("qk-pos-emb-head-dim", 64) or 0
+    mamba = None
+    if "M" in main:
+        dim = r.integer("mamba-head-dim", 64) or 64
+        heads = r.integer("mamba-num-heads", 2 * h // dim) or 1
+        mamba = Mamba(heads, dim, r.integer("mamba-state-dim", 128) or 128, r.integer("mamba-num-groups", 8) or 8)
+    learned = r.text("position-embedding-type", "learned_absolute") == "learned_absolute" and not main
+    spec = decoder(
+        name=test,
+        hidden=h,
+        layers=layers,
+        heads=a,
+        kv_heads=kv,
+        head_dim=nope + rope if mla else r.integer("kv-channels", h // a),
+        v_head_dim=(r.integer("v-head-dim", 128)) if mla else None,
+        q_lora_rank=(r.integer("q-lora-rank", 0) or 0) if mla else 0,
+        kv_lora_rank=(r.integer("kv-lora-rank", 32) or 0) if mla else 0,
+        rope_head_dim=rope if mla else 0,
+        ffn=ffn,
+        gated=swiglu,
+        vocab=vocabulary(test, r),
+        tied=not r.flag("untie-embeddings-and-output-weights"),
+        bias=not r.flag("disable-bias-linear"),
+        norm_bias=not rms,
+        qk_norm=r.flag("qk-layernorm"),
+        learned_positions=(r.integer("max-position-embeddings", 0) or 0) if learned else 0,
+        causal=not test.startswith("bert"),
+        experts=experts,
+        topk=r.integer("moe-router-topk", 2, "topk") or 2,
+        moe_ffn=r.integer("moe-ffn-hidden-size", None, "moe_ffn"),
+        shared_ffn=r.integer("moe-shared-expert-intermediate-size", 0) or 0,
+        moe_latent=r.integer("moe-latent-size", 0) or 0,
+        moe_layers=_moe_layers(r.text("moe-layer-freq"), layers),
+        router_bias=r.flag("moe-router-enable-expert-bias"),
+        mtp=r.integer("mtp-num-layers", 0) or 0,
+        mamba=mamba,
+        pattern=main,
+    )
+    return spec, stages
+
+
+def layout_of(r: Reader, spec: ModelSpec, world: int, family: str, stages: tuple[int, ...]) -> Layout:
+    """Degrees, schedule and stages."""
+    tp = r.integer("tensor-model-parallel-size", 1, "tp") or 1
+    pp = r.integer("pipeline-model-parallel-size", 1, "pp") or 1
+    cp = r.integer("context-parallel-size", 1, "cp") or 1
+    if world % (tp * pp * cp):
+        raise UndecidableError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
+    virtual = 1
+    per_chunk = r.integer("num-layers-per-virtual-pipeline-stage")
+    if per_chunk:
+        virtual = len(spec.layers) // pp // per_chunk
+    virtual = r.integer("num-virtual-stages-per-pipeline-rank", virtual) or 1
+    if len(stages) > pp:
+        virtual = len(stages) // pp
+        stages = ()
+    first, last = r.integer("decoder-first-pipeline-num-layers"), r.integer("decoder-last-pipeline-num-layers")
+    if first and last and pp > 2:
+        middle = (len(spec.layers) - first - last) // (pp - 2)
+        stages = (first, *(middle,) * (pp - 2), last)
+    plan = r.text("pipeline-model-parallel-layout")
+    if plan:
+        parts = [_count_t(p) for p in plan.split("|")]
+        if len(parts) > pp:
+            virtual = len(parts) // pp
+        else:
+            stages = tuple(parts)
+    etp = r.integer("expert-tensor-parallel-size", None, "etp")
+    return Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp=world // (tp * pp * cp),
+        ep=r.integer("expert-model-parallel-size", 1, "ep") or 1,
+        etp=etp,
+        sp=r.flag("sequence-parallel", "sp"),
+        zero=3 if r.flag("use-megatron-fsdp", "fsdp") else int(r.flag("use-distributed-optimizer", "distopt")),
+        schedule="interleaved" if virtual > 1 else "1f1b",
+        virtual=virtual,
+        micro_batch=r.need("micro-batch-size", "mbs"),
+        stage_layers=stages,
+    )
+
+
+def _count_t(text: str) -> int:
+    """Decoder layers of one part of ``--pipeline-model-parallel-layout`` (``Et*7`` -> 7)."""
+    return sum(int(n or 1) for n in re.findall(r"t(?:\*(\d+))?", text))
+
+
+def work_of(r: Reader) -> Train:
+    """Sequence, batch, optimizer, dropout, recomputation."""
+    dropout = max(r.number("hidden-dropout", 0.1), 0.0)
+    recompute = r.text("recompute-granularity", r.row.get("recompute", "") or "none")
+    optimizer = r.text("optimizer", "adam")
+    return Train(
+        seq=r.need("seq-length", "seq"),
+        global_batch=r.integer("global-batch-size", 128, "gbs") or 128,
+        optimizer="muon" if "muon" in optimizer else "sgd" if optimizer == "sgd" else "adamw",
+        recompute=recompute if recompute in {"selective", "full"} else "none",  # type: ignore[arg-type]
+        recompute_layers=r.integer("recompute-num-layers") if recompute == "full" else None,
+        dropout=dropout,
+    )
+
+
+def workspaces(env: str, environ: Mapping[str, object], r: Reader) -> int:
+    """cuBLAS (one a thread that multiplies) and Transformer Engine workspaces."""
+    big = "A100" not in env.upper() or ":4096:8" in str(environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    cublas = 2 * (32 * MIB if big else int(8.125 * MIB))
+    if r.text("transformer-impl", "transformer_engine") == "local":
+        return cublas
+    te = 4 * MIB if "A100" in env.upper() else 32 * MIB
+    return cublas + te * (5 if r.flag("moe-grouped-gemm") else 1)
+
+
+def engine_of(test: str, env: str, environ: Mapping[str, object], r: Reader) -> TrainEngine:
+    """Kernels, loss, dispatcher, workspaces."""
+    a100, h100 = "a100" in env, "h100" in env
+    local = r.text("transformer-impl", "transformer_engine") == "local" or r.text("spec") == "local"
+    backend = r.text("attention-backend", "auto")
+    kernel = {"flash": "flash", "fused": "cudnn", "unfused": "unfused", "local": "unfused"}.get(backend, "")
+    if not kernel:
+        kernel = "unfused" if local else "flash" if h100 else "cudnn"
+        if "lts" in env and not local and test.partition("/")[0] == "gpt":
+            kernel = "unfused"
+    loss = 6.0
+    if r.flag("cross-entropy-loss-fusion"):
+        loss = 15.0 if env == "dev_dgx_a100" else 10.0
+    modules = r.text("recompute-modules").strip("[]").split() or ["core_attn"]
+    return TrainEngine(
+        name="megatron-core",
+        version="lts" if "lts" in env else "dev",
+        kernels="local" if local else "te",
+        attention=kernel,  # type: ignore[arg-type]
+        rope_copies=False,
+        logit_bytes=loss,
+        vocab_multiple=r.integer("make-vocab-size-divisible-by", 128) or 128,
+        vocab_times_tp=True,
+        microbatch_group=r.integer("microbatch-group-size-per-virtual-pipeline-stage"),
+        dispatcher=r.text("moe-token-dispatcher-type", "allgather"),  # type: ignore[arg-type]
+        grouped_gemm=r.flag("moe-grouped-gemm"),
+        permute_fusion=False,
+        recompute_modules=tuple(modules),
+        recompute_method="block" if r.text("recompute-method") == "block" else "uniform",
+        attention_mask=not r.flag("no-create-attention-mask-in-dataloader"),
+        router_fp32=True,
+        optimizer_instances=r.integer("num-distributed-optimizer-instances", 1) or 1,
+        workspace_bytes=workspaces(env, environ, r),
+    )
+
+
+def read_case(test: str, env: str, args: Args, environ: Mapping[str, object], row: Mapping[str, str]) -> MegatronCase:
+    """Everything of one functional test.
+
+    Raises:
+        UndecidableError: the arguments do not determine the memory, with the reason.
+    """
+    family = test.partition("/")[0]
+    r = Reader(args, row)
+    if not args:
+        raise UndecidableError("no model_config.yaml: only the degrees are known")
+    if family in {"t5", "mimo", "multimodal-llava"}:
+        raise UndecidableError(f"{family}: encoder-decoder and multimodal models are not modelled")
+    if "grpo" in test:
+        raise UndecidableError("reinforcement learning: the inference engine's pool is inside the peak")
+    spec, stages = model(test, r)
+    world = world_size(test, env, r.text("_type") == "release")
+    layout = layout_of(r, spec, world, family, stages)
+    group = "moe" if spec.moe else "hybrid" if any(x.recurrent for x in spec.layers) else "dense"
+    if family == "bert":
+        group = "bert"
+    return MegatronCase(spec, layout, work_of(r), engine_of(test, env, environ, r), group)

@@ -1,0 +1,134 @@
+"""Activation peak of one pipeline stage: layers in flight, recomputation, the loss, boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.plan.train_engine import TrainEngine
+from meshwright.plan.train_inflight import peak_held
+from meshwright.plan.train_layers import Saved, Shape, layer_saved, norm_saved, shape_of, total
+from meshwright.plan.train_shards import TrainStage, head_parameters, padded_vocab
+from meshwright.specs.layout import Layout
+from meshwright.specs.model import Layer, ModelSpec
+from meshwright.specs.workload import Train
+
+#: Inputs of the norms, by block, that recomputing ``layernorm`` drops.
+_NORM_OUTPUTS = ("norm output",)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Activation peak of one rank of a stage, by what it is made of (bytes)."""
+
+    parts: Mapping[str, int]
+    in_flight: tuple[int, ...] = field(default=())
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+def model_shape(spec: ModelSpec, layout: Layout, work: Train, engine: TrainEngine) -> Shape:
+    """Token counts, and which optional tensors the model's table shows (query and key norms, norm biases)."""
+    qk = any(f.role == "attention" and not f.op and len(f.shape) == 1 and f.part == "weight" for f in spec.families)
+    bias = any(f.role == "norm" and f.part == "bias" for f in spec.families)
+    rotary = not spec.learned_positions and bool(spec.heads)
+    return shape_of(spec.hidden, layout, work, engine, qk_norm=qk and not spec.mla, rms=not bias, rotary=rotary)
+
+
+def kept_after(blocks: Mapping[str, Saved], modules: tuple[str, ...]) -> dict[str, Saved]:
+    """What selective recomputation of ``modules`` leaves of a layer's saved tensors."""
+    kept = {name: dict(saved) for name, saved in blocks.items()}
+    if "core_attn" in modules:
+        kept.pop("core", None)
+    if "mlp" in modules and "mlp" in kept:
+        kept["mlp"] = {k: v for k, v in kept["mlp"].items() if k in {"block input", "norm output", "dropout mask"}}
+    if "moe" in modules and "moe" in kept:
+        kept["moe"] = {k: v for k, v in kept["moe"].items() if k in {"block input", "norm output", "dropout mask"}}
+    for saved in kept.values():
+        if "moe_act" in modules:
+            saved.pop("expert hidden", None)
+        if "layernorm" in modules:
+            for name in _NORM_OUTPUTS:
+                saved.pop(name, None)
+        if "shared_experts" in modules:
+            for name in [n for n in saved if n.startswith("shared ")]:
+                del saved[name]
+    if "mla_up_proj" in modules and "query latent" in kept.get("attention", {}):
+        kept["attention"].pop("query, key, value")
+    return kept
+
+
+def _layer_bytes(layer: Layer, s: Shape, layout: Layout, work: Train) -> tuple[int, int]:
+    """``(kept from forward to backward, whole working set while its backward runs)`` of one layer."""
+    blocks = layer_saved(layer, s, layout)
+    whole = round(total(blocks) * s.engine.activation_scale)
+    if work.recompute == "full":
+        return s.width * s.rows * s.hidden, whole
+    if work.recompute == "selective":
+        return round(total(kept_after(blocks, s.engine.recompute_modules)) * s.engine.activation_scale), whole
+    return whole, whole
+
+
+def chunk_bytes(spec: ModelSpec, chunk: tuple[int, ...], s: Shape, layout: Layout, work: Train) -> tuple[int, int]:
+    """``(kept a micro-batch, extra while one layer is recomputed)`` of one model chunk.
+
+    Full recomputation keeps the input of every layer (``uniform`` with n: of every n-th, then n layers are alive at
+    once); with ``recompute_layers`` = n and ``block`` only the first n layers are recomputed.
+    """
+    pairs = [_layer_bytes(spec.layers[i], s, layout, work) for i in chunk]
+    if work.recompute == "none" or not pairs:
+        return sum(kept for kept, _ in pairs), 0
+    if work.recompute == "selective":
+        return sum(kept for kept, _ in pairs), max(whole - kept for kept, whole in pairs)
+    n = work.recompute_layers or 1
+    if s.engine.recompute_method == "block" and work.recompute_layers is not None:
+        kept = sum(pair[0] if i < n else pair[1] for i, pair in enumerate(pairs))
+        return kept, max((whole for i, (_, whole) in enumerate(pairs) if i < n), default=0)
+    kept = sum(pair[0] for i, pair in enumerate(pairs) if i % n == 0)
+    groups = [sum(w for _, w in pairs[i : i + n]) for i in range(0, len(pairs), n)]
+    return kept, max(groups)
+
+
+def head_bytes(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine) -> dict[str, int]:
+    """The last stage's end: final norm, its output, logits and the loss (``logit_bytes`` a local logit)."""
+    logits = s.tokens * (padded_vocab(spec.vocab, layout.tp, engine) // layout.tp)
+    return {
+        "final norm": 2 * s.width * s.rows * s.hidden + norm_saved(s),
+        "logits and loss": round(engine.logit_bytes * logits),
+        "head gradient": round(engine.head_gradient_bytes * head_parameters(spec, layout, engine)),
+    }
+
+
+def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train, engine: TrainEngine) -> Activations:
+    """Activation peak of one rank of ``stage``.
+
+    The last stage's peak is the end of a forward (all its layers and the loss) or, with full recomputation, the
+    larger of the loss and one recomputed layer: they are not alive together.
+    """
+    s = model_shape(spec, layout, work, engine)
+    pairs = [chunk_bytes(spec, chunk, s, layout, work) for chunk in stage.chunks]
+    micro = max(1, work.global_batch // max(1, layout.dp * layout.micro_batch))
+    group = engine.microbatch_group or layout.pp
+    held = peak_held([kept for kept, _ in pairs], layout.schedule, stage.index, layout.pp, micro, group)
+    parts: dict[str, int] = {"layers": sum(n * kept for n, (kept, _) in zip(held, pairs, strict=True))}
+    if work.offload == "activations":
+        parts["layers"] -= round(parts["layers"] * engine.offload_fraction)
+    recomputed = max((extra for _, extra in pairs), default=0)
+    head = head_bytes(spec, s, layout, engine) if stage.head else {}
+    for layer in spec.mtp_layers if stage.head else ():
+        head["prediction layers"] = head.get("prediction layers", 0) + _layer_bytes(layer, s, layout, work)[0]
+        head["prediction layers"] += 4 * s.width * s.rows * s.hidden
+    if recomputed > sum(head.values()):
+        parts["recomputed layer"] = recomputed
+    else:
+        parts |= head
+    if stage.embedding and s.dropout:
+        parts["embedding dropout"] = s.rows * s.hidden * max(held)
+    if layout.pp > 1:
+        parts["boundaries"] = 2 * s.width * s.rows * s.hidden
+    if engine.attention_mask:
+        parts["attention mask"] = s.batch * s.seq * s.seq // s.cp
+    return Activations(parts, held)

@@ -1,0 +1,80 @@
+"""What differs between training engines: kernels, buffers, workspaces, the loss. Data, handed to ``train_memory``.
+
+The defaults describe plain PyTorch (our own runtime): separate linear layers and norms, flash attention, an
+unfused cross-entropy in fp32, gradients accumulated in one fp32 buffer, FSDP2 for ZeRO-3. Engine presets and
+their sources lie in ``plan/constants/training.json``; ``preset`` reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+MIB = 1 << 20
+
+AttentionKernel = Literal["flash", "cudnn", "unfused", "local"]
+Dispatcher = Literal["allgather", "alltoall", "flex"]
+Saved = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainEngine:
+    """One version of one training engine on one kind of device, as far as memory depends on it.
+
+    Attributes:
+        name, version: ``megatron-core``, ``0.16``; ``torchtitan``; ``torch`` (the default).
+        kernels: who implements the layers: ``te`` (Transformer Engine: norm fused into the next linear layer),
+            ``local`` (Megatron's own), ``torch``.
+        attention: kernel of the attention core, None: what the workload says (``Train.attention``).
+        rope_copies: rotary embedding leaves its own copies of query and key beside the fused projection.
+        logit_bytes: bytes a local logit (token x vocabulary / tp) that are alive at the peak of the loss.
+        head_gradient_bytes: bytes a head parameter of a temporary weight gradient at that peak.
+        vocab_multiple, vocab_times_tp: rows of embedding and head are padded to a multiple of this (x tp).
+        grad_buffer: gradients live in one buffer for the whole step (Megatron); else only from the first
+            backward to the optimizer.
+        fsdp_unsharded: FSDP under a pipeline keeps parameters and gradients gathered for the whole step.
+        microbatch_group: micro-batches of one group of the interleaved schedule; None: the number of stages.
+        dispatcher: how tokens reach their experts.
+        grouped_gemm: experts run as one grouped product (with its own workspaces).
+        permute_fusion: the permutation keeps no copy of unpermuted tokens.
+        recompute_modules: what ``selective`` recomputes (Megatron ``--recompute-modules``).
+        recompute_method: ``uniform`` (chunks of n layers) or ``block`` (the first n layers of a stage).
+        attention_mask: a boolean mask of mbs x seq x seq is made for every micro-batch.
+        router_fp32: router logits and probabilities in fp32.
+        optimizer_instances: replicas of the sharded optimizer (Megatron ``num-distributed-optimizer-instances``).
+        offload_fraction: part of what ``Train.offload`` names that lives in host memory.
+        workspace_bytes: cuBLAS, Transformer Engine and other workspaces that live from the first step on.
+        context_bytes: driver context and communicators, outside the framework's allocator.
+        fp8: low-precision products: bytes of one saved input of a linear layer (1), else 2.
+        activation_scale: factor on saved activations that a compiler's fusion and partitioner leave.
+    """
+
+    name: str = "torch"
+    version: str = "2"
+    kernels: Literal["te", "local", "torch"] = "torch"
+    attention: AttentionKernel | None = None
+    rope_copies: bool = True
+    logit_bytes: float = 10.0
+    head_gradient_bytes: float = 0.0
+    vocab_multiple: int = 1
+    vocab_times_tp: bool = False
+    grad_buffer: bool = True
+    fsdp_unsharded: bool = True
+    microbatch_group: int | None = None
+    dispatcher: Dispatcher = "alltoall"
+    grouped_gemm: bool = False
+    permute_fusion: bool = True
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    attention_mask: bool = False
+    router_fp32: bool = True
+    optimizer_instances: int = 1
+    offload_fraction: float = 1.0
+    workspace_bytes: int = 2 * 32 * MIB
+    context_bytes: int = 0
+    fp8: bool = False
+    activation_scale: float = 1.0
+
+    def with_(self, **changes: object) -> TrainEngine:
+        """A copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
