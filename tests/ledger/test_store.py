@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from meshwright.errors import InputError
 from meshwright.ledger import store
 from meshwright.ledger.schema import Entry, Holding, Ledger, Rank
-from meshwright.ledger.store import read_jsonl, read_parquet, write_jsonl, write_parquet
+from meshwright.ledger.store import read, read_jsonl, read_parquet, write, write_jsonl, write_parquet
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12)
 numbers = st.integers(-(2**63) + 1, 2**63 - 1)
@@ -67,9 +67,9 @@ def test_both_formats_give_back_what_was_written(ledger: Ledger) -> None:
 
 
 def test_none_and_empty_stay_apart(tmp_path: Path) -> None:
-    write_parquet(SMALL, tmp_path / "l")
-    write_jsonl(SMALL, tmp_path / "l.jsonl")
-    for back in (read_parquet(tmp_path / "l"), read_jsonl(tmp_path / "l.jsonl")):
+    write(SMALL, tmp_path / "l")
+    write(SMALL, tmp_path / "l.jsonl")
+    for back in (read(tmp_path / "l"), read(tmp_path / "l.jsonl")):
         assert back == SMALL
         assert [e.splits for e in back.entries] == [(), (3, 0), None]
         assert [e.shapes for e in back.entries] == [((4, 8),), ((),), ()]

@@ -321,3 +321,21 @@ def _values(values: Iterable[Any], kind: str, where: str) -> Iterator[Any]:
     for value in values:
         parsed = value if plain in {"int", "text"} else _from_text(value, plain, where)
         yield _checked(parsed, kind, where)
+
+
+def write(ledger: Ledger, path: str | Path) -> None:
+    """Write JSON lines where the name ends in ``.jsonl``, else a folder of parquet tables.
+
+    Raises:
+        InputError: as the two writers.
+    """
+    (write_jsonl if str(path).endswith(".jsonl") else write_parquet)(ledger, path)
+
+
+def read(path: str | Path) -> Ledger:
+    """Read a folder of parquet tables, or a file of JSON lines.
+
+    Raises:
+        InputError: as the two readers.
+    """
+    return read_parquet(path) if Path(path).is_dir() else read_jsonl(path)
