@@ -6,12 +6,20 @@ no names and no engines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
 
+from meshwright.errors import IllegalLayoutError
+from meshwright.specs.cuts import Cuts, Place
+from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
-from meshwright.specs.profile import EngineProfile
-from meshwright.specs.tensors import TensorFamily
+from meshwright.specs.profile import Axis, EngineProfile
+from meshwright.specs.shares import part
+from meshwright.specs.tensors import Section, TensorFamily
+
+AXES: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,6 +54,7 @@ class Shard:
         layers: layers held; () for a family outside layers.
         experts: expert numbers held; () for a family that is not one of many experts.
         padding: elements by which the engine pads the dimension 0 interval (vocabulary), stored but empty.
+        stage: pipeline stage that holds it.
     """
 
     family: TensorFamily
@@ -53,6 +62,7 @@ class Shard:
     layers: tuple[int, ...]
     experts: tuple[int, ...]
     padding: int = 0
+    stage: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,6 +71,19 @@ class Shard:
         if sizes and self.padding:
             sizes[0] += self.padding
         return tuple(sizes)
+
+    @property
+    def count(self) -> int:
+        """How many tensors are held: layers times experts."""
+        return max(1, len(self.layers)) * max(1, len(self.experts))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held, padding included."""
+        size = DTYPE_BYTES[self.family.dtype] * self.count
+        for extent in self.shape:
+            size *= extent
+        return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,36 +105,220 @@ class Placement:
     profile: EngineProfile
     stages: tuple[Stage, ...]
     classes: tuple[RankClass, ...]
+    sections: tuple[Section, ...] = ("decoder", "vision")
+    cuts: Cuts = field(repr=False, compare=False, kw_only=True)
+    class_index: dict[tuple[int, tuple[int, ...]], RankClass] = field(repr=False, compare=False, kw_only=True)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Coordinate of a rank, by the profile's rank order."""
-        raise NotImplementedError
+        """Coordinate of a rank, by the profile's rank order.
+
+        Raises:
+            IndexError: the rank is outside the layout's world.
+        """
+        if not 0 <= rank < self.layout.world:
+            raise IndexError(f"rank {rank} is outside the world of {self.layout.world}")
+        places: dict[str, int] = {}
+        for axis in reversed(self.profile.rank_order):
+            rank, places[axis] = divmod(rank, getattr(self.layout, axis))
+        flat = self._flat(places)
+        return Coordinate(**places, ep=self.cuts.grid.place(flat)[1])
+
+    def _flat(self, places: dict[str, int]) -> int:
+        flat = 0
+        for axis in self.profile.rank_order:
+            if axis != "pp":
+                flat = flat * getattr(self.layout, axis) + places[axis]
+        return flat
+
+    def flat(self, coordinate: Coordinate) -> int:
+        """Index of a rank within its stage: its axes in the profile's order, without pp."""
+        return self._flat({axis: getattr(coordinate, axis) for axis in AXES})
+
+    def place(self, coordinate: Coordinate) -> Place:
+        """Place within the stage that decides what is held."""
+        etp, ep, _ = self.cuts.grid.place(self.flat(coordinate))
+        return Place(coordinate.tp, etp, ep)
 
     def rank(self, coordinate: Coordinate) -> int:
         """Rank at a coordinate (``ep`` is ignored)."""
-        raise NotImplementedError
+        rank = 0
+        for axis in self.profile.rank_order:
+            rank = rank * getattr(self.layout, axis) + getattr(coordinate, axis)
+        return rank
 
     def group(self, axis: str, coordinate: Coordinate) -> tuple[int, ...]:
-        """Ranks of the group of ``axis`` (tp, pp, dp, cp, ep, or joined: ``dp+cp``) that holds ``coordinate``."""
-        raise NotImplementedError
+        """Ranks of the group of ``axis`` that holds ``coordinate``, in ascending order.
+
+        ``axis``: tp, pp, dp, cp, joined with ``+`` (``dp+cp``), ``ep`` (ranks that share out one set of experts),
+        ``etp`` (ranks that share one expert), ``edp`` (ranks that hold the same experts), ``dcp`` (inside tp).
+
+        Raises:
+            KeyError: an unknown axis.
+        """
+        if axis in {"ep", "etp", "edp"}:
+            return tuple(self._expert_group(axis, coordinate))
+        names = axis.split("+")
+        ranges: dict[str, range] = {}
+        for name in names:
+            if name == "dcp":
+                first = coordinate.tp // self.layout.dcp * self.layout.dcp
+                ranges["tp"] = range(first, first + self.layout.dcp)
+            elif name in AXES:
+                ranges[name] = range(getattr(self.layout, name))
+            else:
+                raise KeyError(f"unknown axis {name!r}; known: {', '.join(AXES)}, dcp, ep, etp, edp")
+        places = [ranges.get(a, range(getattr(coordinate, a), getattr(coordinate, a) + 1)) for a in AXES]
+        members = (Coordinate(dp=dp, pp=pp, cp=cp, tp=tp) for dp, pp, cp, tp in product(*places))
+        return tuple(sorted(self.rank(c) for c in members))
+
+    def _expert_group(self, axis: str, coordinate: Coordinate) -> Iterator[int]:
+        grid = self.cuts.grid
+        etp, ep, replica = grid.place(self.flat(coordinate))
+        degree, step, base = {
+            "etp": (grid.etp, 1, (replica * grid.ep + ep) * grid.etp),
+            "ep": (grid.ep, grid.etp, replica * grid.ep * grid.etp + etp),
+            "edp": (grid.replicas, grid.ep * grid.etp, ep * grid.etp + etp),
+        }[axis]
+        for index in range(degree):
+            yield self.rank(self.at(coordinate.pp, base + index * step))
+
+    def at(self, stage: int, flat: int) -> Coordinate:
+        """Coordinate of rank ``flat`` of a stage."""
+        ep = self.cuts.grid.place(flat)[1]
+        places = {"pp": stage}
+        for axis in reversed(self.profile.rank_order):
+            if axis != "pp":
+                flat, places[axis] = divmod(flat, getattr(self.layout, axis))
+        return Coordinate(**places, ep=ep)
 
     def shards(self, coordinate: Coordinate) -> tuple[Shard, ...]:
         """Everything that the rank at ``coordinate`` holds of the weights (before ZeRO or FSDP)."""
-        raise NotImplementedError
+        return tuple(self._shards(coordinate.pp, self.place(coordinate)))
+
+    def _shards(self, stage_index: int, at: Place) -> Iterator[Shard]:
+        stage = self.stages[stage_index]
+        for family in self.spec.families:
+            if family.section not in self.sections or not self._on(family, stage):
+                continue
+            layers = self._layers(family, stage)
+            if family.layers and not layers:
+                continue
+            experts: tuple[int, ...] = ()
+            if family.experts:
+                experts = tuple(range(*part(family.experts, self.cuts.grid.ep, at.ep)))
+                if not experts:
+                    continue
+            intervals, padding = self.cuts.intervals(family, at)
+            shard = Shard(family, intervals, layers, experts, padding, stage_index)
+            if all(shard.shape):
+                yield shard
+
+    def _layers(self, family: TensorFamily, stage: Stage) -> tuple[int, ...]:
+        if family.section != "decoder" or not family.layers:
+            return family.layers
+        if not stage.layers:
+            return ()
+        low, high = stage.layers[0], stage.layers[-1]
+        return tuple(layer for layer in family.layers if low <= layer <= high)
+
+    def _on(self, family: TensorFamily, stage: Stage) -> bool:
+        """Whether a stage holds (part of) a family."""
+        first, last = stage.index == 0, stage.index == len(self.stages) - 1
+        if family.section == "vision":
+            return first or self.profile.vision_on == "all"
+        if family.section == "mtp":
+            return last
+        if family.layers:
+            return True
+        if family.role in {"head", "norm"}:
+            return stage.head
+        if family.role == "embedding" and any(s.label == "vocab" for d in family.dims for s in d):
+            return stage.embedding
+        return first
 
     def weight_bytes(self, coordinate: Coordinate) -> int:
         """Bytes of ``shards(coordinate)``."""
-        raise NotImplementedError
+        return sum(shard.nbytes for shard in self.shards(coordinate))
+
+    def weight_bytes_by_role(self, coordinate: Coordinate) -> dict[str, int]:
+        """Bytes of ``shards(coordinate)`` by role of the tensor (vision and mtp sections under their own names)."""
+        out: dict[str, int] = {}
+        for shard in self.shards(coordinate):
+            key = shard.family.role if shard.family.section == "decoder" else shard.family.section
+            out[key] = out.get(key, 0) + shard.nbytes
+        return out
 
     def class_of(self, rank: int) -> RankClass:
         """The rank class of a rank."""
-        raise NotImplementedError
+        coordinate = self.coordinate(rank)
+        return self.class_index[(coordinate.pp, self.cuts.signature(self.place(coordinate)))]
 
 
-def place(spec: ModelSpec, layout: Layout, profile: EngineProfile) -> Placement:
+def place(
+    spec: ModelSpec,
+    layout: Layout,
+    profile: EngineProfile,
+    *,
+    sections: tuple[Section, ...] = ("decoder", "vision"),
+) -> Placement:
     """Place ``spec`` under ``layout`` as ``profile`` does.
+
+    Args:
+        spec: the model.
+        layout: degrees of every axis.
+        profile: engine.
+        sections: parts of the checkpoint that are loaded: ``mtp`` only for speculative decoding, ``vision`` unless
+            the engine runs text only.
 
     Raises:
         IllegalLayoutError: the profile refuses the layout (its first illegal rule, both numbers, the way out).
     """
-    raise NotImplementedError
+    for rule in profile.check(spec, layout, None, None):
+        if rule.severity == "illegal":
+            raise IllegalLayoutError(f"{rule.message}; {rule.way_out}")
+    cuts = Cuts(spec, layout, profile)
+    stages = _stages(spec, layout, profile, sections)
+    period = cuts.signatures()
+    placement = Placement(spec, layout, profile, stages, (), sections, cuts=cuts, class_index={})
+    index = _classes(placement, period)
+    classes = tuple(sorted(index.values(), key=lambda c: c.first_rank))
+    return Placement(spec, layout, profile, stages, classes, sections, cuts=cuts, class_index=index)
+
+
+def _stages(
+    spec: ModelSpec, layout: Layout, profile: EngineProfile, sections: tuple[Section, ...]
+) -> tuple[Stage, ...]:
+    """Layer boundaries, and which stages hold the ends.
+
+    The embedding lies on the first stage; a tied head and the draft layers (mtp) need it on the last one too
+    (vLLM v1/spec_decode: the draft shares the embedding only without pipeline stages).
+    """
+    counts = layout.stage_layers or profile.split_layers(len(spec.layers), layout.pp)
+    again = spec.tied or ("mtp" in sections and bool(spec.mtp_layers))
+    stages, start = [], 0
+    for index, count in enumerate(counts):
+        last = index == len(counts) - 1
+        layers = tuple(range(start, start + count))
+        stages.append(Stage(index, layers, embedding=index == 0 or (last and again), head=last))
+        start += count
+    return tuple(stages)
+
+
+def _classes(placement: Placement, period: list[tuple[int, ...]]) -> dict[tuple[int, tuple[int, ...]], RankClass]:
+    """Rank classes from stages x distinct signatures, without a list of all ranks."""
+    layout = placement.layout
+    repeats = layout.dp * layout.cp * layout.tp // len(period)
+    firsts: dict[tuple[int, ...], int] = {}
+    counts: dict[tuple[int, ...], int] = {}
+    for flat, signature in enumerate(period):
+        firsts.setdefault(signature, flat)
+        counts[signature] = counts.get(signature, 0) + 1
+    out: dict[tuple[int, tuple[int, ...]], RankClass] = {}
+    for stage in placement.stages:
+        for number, (signature, flat) in enumerate(firsts.items()):
+            coordinate = placement.at(stage.index, flat)
+            name = f"pp{stage.index}" + (f".{number}" if len(firsts) > 1 else "")
+            out[(stage.index, signature)] = RankClass(
+                name, coordinate, placement.rank(coordinate), counts[signature] * repeats
+            )
+    return out

@@ -35,7 +35,12 @@ class EngineProfile:
         vocab_multiple: rows of embedding and head are padded to a multiple of this before the split.
         vocab_times_tp: whether the multiple itself is multiplied by tp (Megatron).
         ep_over: axes whose product an expert group spans.
+        ep_whole: with expert parallelism every expert is whole on its rank (vLLM); otherwise it is cut over tp
+            where the expert group fits beside tp (see ``specs.shares.expert_tp``).
         moe_tp_over: axes over which one expert is cut when ep is 1.
+        shared_whole_under_ep: with ep, tp and dp all above 1 tokens are sharded over tp around the experts and the
+            shared experts are held whole (vLLM's sequence parallel MoE).
+        vision_on: stages that load the encoder of a multimodal wrapper.
         replicated_labels: dimension labels that this engine never cuts (beyond ``model`` and ``fixed``).
         constants: memory and limits, read from ``plan/constants`` or the engine's code; each documented there.
     """
@@ -51,7 +56,10 @@ class EngineProfile:
     vocab_multiple: int = 1
     vocab_times_tp: bool = False
     ep_over: tuple[Axis, ...] = ("dp", "cp", "tp")
+    ep_whole: bool = False
     moe_tp_over: tuple[Axis, ...] = ("tp",)
+    shared_whole_under_ep: bool = False
+    vision_on: Literal["first", "all"] = "first"
     replicated_labels: frozenset[str] = frozenset()
     constants: Mapping[str, float | int | str | bool] = field(default_factory=dict)
 

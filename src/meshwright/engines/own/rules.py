@@ -1,0 +1,110 @@
+"""What our own runtime refuses. It deals units unevenly, so most sizes need not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.specs import checks
+from meshwright.specs.checks import broken
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.layout import Layout
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.rules import Rule
+from meshwright.specs.shares import part
+from meshwright.specs.splits import splits
+from meshwright.specs.workload import Train, Workload
+
+
+def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Workload | None) -> list[Rule]:
+    """Every rule that a layout breaks, illegal ones first."""
+    found = [
+        *checks.world_fits(layout, cluster),
+        *_units(spec, layout),
+        *_kv_heads(spec, layout),
+        *checks.stages(spec, layout, _split),
+        *checks.experts(spec, layout),
+        *_expert_grid(layout),
+        *checks.virtual_stages(spec, layout),
+        *_decode_context(layout),
+        *checks.zero_needs_ranks(layout),
+        *checks.tp_inside_node(layout, cluster),
+    ]
+    if isinstance(workload, Train):
+        found += checks.batches(layout, workload)
+        found += checks.context_divides(layout, workload, spec)
+    return sorted(found, key=lambda rule: rule.severity != "illegal")
+
+
+def _split(layers: int, stages: int) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in (part(layers, stages, index) for index in range(stages)))
+
+
+def _units(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
+    """Every rank needs at least one unit of everything that tensor parallelism cuts."""
+    blocks = splits(spec)
+    counts = [("attention heads", a.heads) for a in blocks.attentions]
+    counts += [("state-space heads", r.heads) for r in blocks.recurrents]
+    counts += [("MLP columns", mlp.intermediate) for mlp in blocks.mlps]
+    counts += [("vocabulary rows", spec.vocab)]
+    for what, count in dict.fromkeys(counts):
+        if count < layout.tp:
+            yield broken(
+                "fewer_units_than_tp",
+                "illegal",
+                f"{count} {what} for tensor parallel {layout.tp}: {layout.tp - count} ranks would hold none",
+                f"choose tp of at most {count}",
+                units=count,
+                tp=layout.tp,
+            )
+        elif count % layout.tp and what != "vocabulary rows":
+            yield broken(
+                "uneven_units",
+                "unwise",
+                f"{count} {what} over tensor parallel {layout.tp}: the first ranks hold {-(-count // layout.tp)}, the "
+                f"last {count // layout.tp}; every step waits for the first",
+                f"tp {checks.named(checks.divisors(count), layout.tp, 4)} deals them evenly",
+                units=count,
+                tp=layout.tp,
+            )
+
+
+def _kv_heads(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
+    """Fewer KV heads than ranks are held by several ranks each, equally many of them."""
+    for a in splits(spec).attentions:
+        if a.kind == "gqa" and a.kv_heads < layout.tp and layout.tp % a.kv_heads:
+            yield broken(
+                "kv_heads_over_tp",
+                "illegal",
+                f"{a.kv_heads} KV heads can neither be divided nor replicated over tensor parallel {layout.tp}",
+                f"choose tp of at most {a.kv_heads}, or a multiple of it",
+                kv_heads=a.kv_heads,
+                tp=layout.tp,
+            )
+
+
+def _expert_grid(layout: Layout) -> Iterator[Rule]:
+    """Expert groups lie over data, context and tensor parallel ranks."""
+    ranks = layout.dp * layout.cp * layout.tp
+    whole = layout.ep * (layout.etp or 1)
+    if ranks % whole:
+        yield broken(
+            "ep_over_ranks",
+            "illegal",
+            f"ep {layout.ep} x etp {layout.etp or 1} = {whole} does not divide the {ranks} ranks of a stage "
+            f"(dp {layout.dp} x cp {layout.cp} x tp {layout.tp})",
+            f"choose ep from {checks.named(checks.divisors(ranks), layout.ep)}",
+            ep=layout.ep,
+            ranks=ranks,
+        )
+
+
+def _decode_context(layout: Layout) -> Iterator[Rule]:
+    if layout.dcp > 1 and layout.tp % layout.dcp:
+        yield broken(
+            "dcp_divides_tp",
+            "illegal",
+            f"tensor parallel {layout.tp} is not a multiple of decode context parallel {layout.dcp}",
+            f"choose dcp from {checks.named(checks.divisors(layout.tp), layout.dcp)}",
+            tp=layout.tp,
+            dcp=layout.dcp,
+        )
