@@ -63,7 +63,7 @@ def model_from_config(
     if hf_quant is not None or f.has("quantization_config") or text.has("quantization_config"):
         from meshwright.specs.hf.quant import quantize
 
-        families, quantization = quantize(families, f, text, hf_quant)
+        families, quantization = quantize(families, f, text, hf_quant, dtype)
     return ModelSpec(
         name=name,
         architecture=names[0] if names else "unknown",
