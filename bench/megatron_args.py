@@ -101,6 +101,8 @@ def vocabulary(test: str, r: Reader) -> int:
         return 28996
     if family == "nemotron" or "nemotron" in test:
         return 131072
+    if "15b_8t" in test:
+        return 256000
     return 50257
 
 
@@ -166,6 +168,8 @@ def layout_of(r: Reader, spec: ModelSpec, world: int, family: str, stages: tuple
     tp = r.integer("tensor-model-parallel-size", 1, "tp") or 1
     pp = r.integer("pipeline-model-parallel-size", 1, "pp") or 1
     cp = r.integer("context-parallel-size", 1, "cp") or 1
+    batches = (r.integer("global-batch-size", 0, "gbs") or world) // r.need("micro-batch-size", "mbs")
+    world = min(world, max(1, batches) * tp * pp * cp)
     if world % (tp * pp * cp):
         raise UndecidableError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
     virtual = 1
@@ -221,12 +225,15 @@ def work_of(r: Reader) -> Train:
         recompute=recompute if recompute in {"selective", "full"} else "none",  # type: ignore[arg-type]
         recompute_layers=r.integer("recompute-num-layers") if recompute == "full" else None,
         dropout=dropout,
+        param_dtype="f16" if r.flag("fp16") else "bf16",
+        grad_dtype="f16" if r.flag("fp16") else "f32",
     )
 
 
 def workspaces(env: str, environ: Mapping[str, object], r: Reader) -> int:
     """cuBLAS (one a thread that multiplies) and Transformer Engine workspaces."""
-    big = "A100" not in env.upper() or ":4096:8" in str(environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    big = "h100" in env or ":4096:8" in str(environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    big = big or ("gb200" in env and str(environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO")) == "0")
     cublas = 2 * (32 * MIB if big else int(8.125 * MIB))
     if r.text("transformer-impl", "transformer_engine") == "local":
         return cublas
@@ -242,7 +249,7 @@ def engine_of(test: str, env: str, environ: Mapping[str, object], r: Reader) -> 
     kernel = {"flash": "flash", "fused": "cudnn", "unfused": "unfused", "local": "unfused"}.get(backend, "")
     if not kernel:
         kernel = "unfused" if local else "flash" if h100 else "cudnn"
-        if "lts" in env and not local and test.partition("/")[0] == "gpt":
+        if "lts" in env and not local and test.partition("/")[0] == "moe":
             kernel = "unfused"
     loss = 6.0
     if r.flag("cross-entropy-loss-fusion"):
@@ -257,6 +264,10 @@ def engine_of(test: str, env: str, environ: Mapping[str, object], r: Reader) -> 
         logit_bytes=loss,
         vocab_multiple=r.integer("make-vocab-size-divisible-by", 128) or 128,
         vocab_times_tp=True,
+        score_buffer=local,
+        score_bytes=6 if r.flag("no-masked-softmax-fusion") and local else 0,
+        separate_main_grads=r.flag("fp16"),
+        deferred_head=(r.integer("wgrad-deferral-limit", 0) or 0) if r.flag("defer-embedding-wgrad-compute") else 0,
         microbatch_group=r.integer("microbatch-group-size-per-virtual-pipeline-stage"),
         dispatcher=r.text("moe-token-dispatcher-type", "allgather"),  # type: ignore[arg-type]
         grouped_gemm=r.flag("moe-grouped-gemm"),

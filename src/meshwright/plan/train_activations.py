@@ -14,6 +14,7 @@ from meshwright.specs.model import Layer, ModelSpec
 from meshwright.specs.workload import Train
 
 #: Inputs of the norms, by block, that recomputing ``layernorm`` drops.
+BOUNDARIES = 3
 _NORM_OUTPUTS = ("norm output",)
 
 
@@ -92,6 +93,19 @@ def chunk_bytes(spec: ModelSpec, chunk: tuple[int, ...], s: Shape, layout: Layou
     return kept, max(groups)
 
 
+def score_buffer(spec: ModelSpec, s: Shape) -> int:
+    """One layer's scores in the model's dtype: Megatron's local attention keeps one such buffer for all layers."""
+    heads = -(-spec.heads // s.tp)
+    return s.width * s.batch * heads * (s.seq // s.cp) * s.seq
+
+
+def deferred_head(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine, micro_batches: int) -> int:
+    """Inputs of the head of every micro-batch, and gradients of its logits until the limit
+    (Megatron ``defer_embedding_wgrad_compute``)."""  # fmt: skip
+    logits = s.tokens * (padded_vocab(spec.vocab, layout.tp, engine) // layout.tp)
+    return s.width * (s.tokens * s.hidden * micro_batches + logits * min(engine.deferred_head, micro_batches))
+
+
 def head_bytes(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine) -> dict[str, int]:
     """The last stage's end: final norm, its output, logits and the loss (``logit_bytes`` a local logit)."""
     logits = s.tokens * (padded_vocab(spec.vocab, layout.tp, engine) // layout.tp)
@@ -128,7 +142,11 @@ def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train,
     if stage.embedding and s.dropout:
         parts["embedding dropout"] = s.rows * s.hidden * max(held)
     if layout.pp > 1:
-        parts["boundaries"] = 2 * s.width * s.rows * s.hidden
+        parts["boundaries"] = BOUNDARIES * s.width * s.rows * s.hidden
     if engine.attention_mask:
-        parts["attention mask"] = s.batch * s.seq * s.seq // s.cp
+        parts["attention mask"] = s.batch * s.seq * s.seq
+    if engine.score_buffer:
+        parts["score buffer"] = score_buffer(spec, s)
+    if engine.deferred_head and stage.head:
+        parts["deferred head"] = deferred_head(spec, s, layout, engine, micro)
     return Activations(parts, held)

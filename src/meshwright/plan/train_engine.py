@@ -39,6 +39,10 @@ class TrainEngine:
         permute_fusion: the permutation keeps no copy of unpermuted tokens.
         recompute_modules: what ``selective`` recomputes (Megatron ``--recompute-modules``).
         recompute_method: ``uniform`` (chunks of n layers) or ``block`` (the first n layers of a stage).
+        deferred_head: micro-batches whose head weight gradient is put off (their logits' gradients stay).
+        score_buffer: a buffer of the size of one layer's scores stays (Megatron local ``mpu`` buffer).
+        score_bytes: bytes of one attention score that the unfused core saves; 0: softmax, dropout mask, output.
+        separate_main_grads: fp32 gradients beside those of the model's dtype (Megatron with fp16).
         attention_mask: a boolean mask of mbs x seq x seq is made for every micro-batch.
         router_fp32: router logits and probabilities in fp32.
         optimizer_instances: replicas of the sharded optimizer (Megatron ``num-distributed-optimizer-instances``).
@@ -66,6 +70,10 @@ class TrainEngine:
     permute_fusion: bool = True
     recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_method: Literal["uniform", "block"] = "uniform"
+    deferred_head: int = 0
+    score_buffer: bool = False
+    score_bytes: int = 0
+    separate_main_grads: bool = False
     attention_mask: bool = False
     router_fp32: bool = True
     optimizer_instances: int = 1

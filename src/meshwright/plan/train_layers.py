@@ -98,7 +98,7 @@ def core_attention(a: Attention, s: Shape) -> Saved:
             extra = s.width * s.tokens * heads * a.v_head_dim
         return {"softmax statistics": 4 * s.tokens * heads, "cudnn output": extra}
     scores = s.batch * heads * (s.seq // s.cp) * s.seq
-    kept = s.width + ((1 + s.width) if s.dropout else 0)
+    kept = s.engine.score_bytes or s.width + ((1 + s.width) if s.dropout else 0)
     return {"scores": kept * scores}
 
 
@@ -122,6 +122,8 @@ def attention_saved(a: Attention, s: Shape) -> tuple[Saved, Saved]:
         saved["query, key, value"] = w * t * (heads * a.head_dim + kv * (a.head_dim + a.v_head_dim))
         if s.rotary and s.engine.rope_copies:
             saved["rotated query, key"] = w * t * (heads + kv) * a.head_dim
+        if s.cp > 1:
+            saved["key, value of the ring"] = w * t * kv * (a.head_dim + a.v_head_dim)
         if s.qk_norm:
             saved["query, key before norm"] = w * t * (heads + kv) * a.head_dim
     if a.gated:

@@ -31,7 +31,10 @@ def stage_holdings(
         ("optimizer", "moments and master weights", held.optimizer, "exact"),
     ]
     acts = activations(spec, stage, layout, work, engine)
-    rows += [("activations", part, size, "modelled") for part, size in acts.parts.items()]
+    if acts.total >= held.step_gradients:
+        rows += [("activations", part, size, "modelled") for part, size in acts.parts.items()]
+    else:
+        rows.append(("gradients", "fp32 gradients of the optimizer step", held.step_gradients, "exact"))
     rows.append(("runtime", "workspaces", engine.workspace_bytes, "calibrated"))
     rows.append(("runtime", "context and communicators", engine.context_bytes, "calibrated"))
     return tuple(Holding(name, term, tensor, size, source) for term, tensor, size, source in rows if size)

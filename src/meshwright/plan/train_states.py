@@ -23,6 +23,7 @@ class States:
     Attributes:
         weights, gradients, optimizer: what stays over the whole step.
         gathered_weights, gathered_gradients: ZeRO-3 and ZeRO-2 working set: what is whole for a while.
+        step_gradients: fp32 copies of the gradients that live from the optimizer step to the next iteration.
     """
 
     weights: int
@@ -30,11 +31,7 @@ class States:
     optimizer: int
     gathered_weights: int = 0
     gathered_gradients: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.weights + self.gradients + self.optimizer + self.gathered_weights + self.gathered_gradients
+    step_gradients: int = 0
 
 
 def shard_degrees(layout: Layout, engine: TrainEngine) -> tuple[int, int]:
@@ -80,7 +77,8 @@ def states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: TrainEn
     whole, degrees = (1, 1), shard_degrees(layout, engine)
     width, grad = size_bytes(work.param_dtype), size_bytes(work.grad_dtype)
     master = work.master_weights and work.param_dtype != "f32"
-    optimizer = _spread(dense, expert, _optimizer_bytes(work, master=master), degrees if layout.zero else whole)
+    spread = degrees if layout.zero else whole
+    optimizer = _spread(dense, expert, _optimizer_bytes(work, master=master), spread)
     optimizer -= int(optimizer * engine.offload_fraction) if work.offload == "optimizer" else 0
     gradients = _spread(dense, expert, grad, degrees if layout.zero >= 2 else whole)
     largest = max(iter_elements(units), default=0)
@@ -89,6 +87,7 @@ def states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: TrainEn
         gradients=gradients,
         optimizer=optimizer,
         gathered_gradients=grad * largest if layout.zero >= 2 and degrees != whole else 0,
+        step_gradients=_spread(dense, expert, 4, spread) if engine.separate_main_grads else 0,
     )
 
 
