@@ -1,9 +1,19 @@
-"""Cluster: nodes of equal devices, and the links inside and between them."""
+"""Cluster: nodes of equal devices, and the links inside and between them.
+
+``parse_cluster`` reads what users write behind ``--on``: ``2x4xA100-80G@ib-200g``, ``here``, or a TOML file
+(``cluster_file``). The devices and links that have names are data in ``atlas/``.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
+
+from meshwright.errors import InputError
+
+#: Most devices of a cluster; above it the input is taken for a mistake.
+MAX_DEVICES = 1 << 20
 
 LinkKind = Literal["nvlink", "nvswitch", "pcie", "xgmi", "c2c", "infiniband", "roce", "ethernet", "efa", "memory"]
 
@@ -19,6 +29,8 @@ class Link:
         latency_s: seconds of an empty message.
         per: whether the bandwidth is each ``device``'s or shared by all devices of a ``node``.
         source: document or measurement.
+        switched: every pair has the full bandwidth at once (NVSwitch, a network); False for meshes and buses.
+        max_devices: devices that one domain of this link can join (72 for an NVL72 rack); None: no such limit.
     """
 
     name: str
@@ -27,6 +39,12 @@ class Link:
     latency_s: float
     per: Literal["device", "node"] = "device"
     source: str = ""
+    switched: bool = True
+    max_devices: int | None = None
+
+    def device_bandwidth_bytes_s(self, devices: int) -> float:
+        """Bytes a second that each of ``devices`` devices of a node can send when all of them send at once."""
+        return self.bandwidth_bytes_s / devices if self.per == "node" else self.bandwidth_bytes_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +56,18 @@ class Device:
         kind: gpu or cpu.
         vendor: nvidia, amd, cpu, ...
         memory_bytes: usable memory as the driver reports it (an H100-SXM is 79.19 GiB).
-        peak_flops: dense peak a second by dtype (``bf16``, ``f16``, ``f8_e4m3``, ``fp4``, ``f32``, ``i8``);
-            a dtype without hardware support is absent.
+        peak_flops: dense peak a second by dtype (``bf16``, ``f16``, ``f8_e4m3``, ``fp4``, ``tf32``, ``f32``,
+            ``i8``); ``f32`` is the plain unit, ``tf32`` the tensor unit; a dtype without hardware is absent.
         bandwidth_bytes_s: memory bandwidth.
         capability: compute capability (``9.0``) or gfx name.
-        links: link inside a node, by preference.
+        intra: link inside a node.
         devices_per_node: how many the usual node has.
         default_inter: name of the usual link between nodes.
         source: document.
+        memory_basis: ``driver``: read in logs of the driver or the framework; ``nominal``: computed from the
+            size on the label; ``detected``: this machine's; ``stated``: the user's.
+        memory_source: where ``memory_bytes`` comes from.
+        note: what a reader of a plan must know (shared memory, no peer-to-peer, ...).
     """
 
     name: str
@@ -59,6 +81,9 @@ class Device:
     devices_per_node: int
     default_inter: str
     source: str = ""
+    memory_basis: Literal["driver", "nominal", "detected", "stated"] = "driver"
+    memory_source: str = ""
+    note: str = ""
 
     def peak(self, dtype: str) -> float | None:
         """Dense peak in FLOP/s for ``dtype``, or None where the hardware has no such unit."""
@@ -104,3 +129,116 @@ class Cluster:
     def __str__(self) -> str:
         tail = f"@{self.inter.name}" if self.nodes > 1 else ""
         return f"{self.nodes}x{self.devices_per_node}x{self.device.name}{tail}"
+
+
+_COUNT = re.compile(r"\s*(\d{1,12})\s*[xX*]\s*")
+_FORM = "write it as NODESxDEVICESxKIND@LINK (2x4xA100-80G@ib-200g), here, or a TOML file"
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Read ``NODESxDEVICESxKIND@LINK``, ``here`` (this machine, detected) or the path of a TOML file.
+
+    ``8xH100`` is one node, ``H100-SXM`` one device. Names and aliases are not case-sensitive. Without ``@LINK``
+    and with several nodes the kind's usual link is taken, ``inter_assumed`` is True and a note says so.
+
+    Raises:
+        InputError: a malformed text, an unknown device or link (with near names), counts out of range, or an
+            unreadable file.
+    """
+    text = text.strip()
+    if not text or len(text) > 300:
+        raise InputError(f"cluster: {len(text)} characters; {_FORM}")
+    if text.lower() == "here":
+        from meshwright.specs.detect import detect
+
+        return detect()
+    if text.lower().endswith(".toml"):
+        from meshwright.specs.cluster_file import read_cluster_file
+
+        return read_cluster_file(text)
+    head, at, link = text.partition("@")
+    counts, kind = _counts(head)
+    from meshwright.specs.atlas.devices import find_device
+    from meshwright.specs.atlas.links import find_link
+
+    if at and not link.strip():
+        raise InputError(f"cluster: no link behind @ in {text[:60]!r}; {_FORM}")
+    device = find_device(kind)
+    nodes, per_node = (1, *counts)[-2:] if counts else (1, 1)
+    return make_cluster(nodes, per_node, device, find_link(link) if at else None)
+
+
+def _counts(head: str) -> tuple[list[int], str]:
+    """Split ``2x4xA100`` into ([2, 4], "A100"); a device name may itself begin with digits (``4xA``, ``2x4090``)."""
+    counts: list[int] = []
+    while (match := _COUNT.match(head)) and len(counts) < 3:
+        counts.append(int(match[1]))
+        head = head[match.end() :]
+    if len(counts) > 2:
+        raise InputError(f"cluster: three counts before {head[:40]!r}, at most two are read; {_FORM}")
+    if not head.strip():
+        raise InputError(f"cluster: no device named; {_FORM}")
+    return counts, head.strip()
+
+
+def make_cluster(
+    nodes: int,
+    devices_per_node: int,
+    device: Device,
+    inter: Link | None = None,
+    intra: Link | None = None,
+    notes: tuple[str, ...] = (),
+) -> Cluster:
+    """A cluster of known devices; None takes the device's own link inside, its usual one between nodes.
+
+    Raises:
+        InputError: counts out of range, or a link whose domain is too small for the devices.
+    """
+    for what, count in (("nodes", nodes), ("devices a node", devices_per_node)):
+        if count < 1:
+            raise InputError(f"cluster: {count} {what}; there must be at least 1")
+    total = nodes * devices_per_node
+    if total > MAX_DEVICES:
+        raise InputError(f"cluster: {nodes} x {devices_per_node} = {total} devices; at most {MAX_DEVICES} are planned")
+    said = list(notes)
+    intra = intra or device.intra
+    assumed = inter is None and nodes > 1
+    inter = inter or _usual_link(device, total, said if assumed else [])
+    if nodes > 1 and inter.max_devices is not None and total > inter.max_devices:
+        raise InputError(
+            f"cluster: {inter.name} joins at most {inter.max_devices} devices, {nodes} x {devices_per_node} = {total} "
+            "were asked for; name the link between such domains, for example @ib-400g"
+        )
+    if intra.max_devices is None and device.kind == "gpu" and devices_per_node > device.devices_per_node > 1:
+        said.append(
+            f"{devices_per_node} devices in one node; the usual {device.name} node has {device.devices_per_node}"
+        )
+    if device.note:
+        said.append(f"{device.name}: {device.note}")
+    return Cluster(
+        nodes,
+        devices_per_node,
+        device,
+        intra,
+        inter,
+        assumed,
+        switched=intra.switched,
+        notes=tuple(dict.fromkeys(said)),
+    )
+
+
+def _usual_link(device: Device, total: int, notes: list[str]) -> Link:
+    """The kind's usual link between nodes, with a note; a rack-wide NVLink only as far as its domain reaches."""
+    from meshwright.specs.atlas.links import find_link
+
+    link = find_link(device.default_inter)
+    if link.max_devices is not None and total > link.max_devices:
+        notes.append(f"{total} devices are more than the {link.max_devices} that {link.name} joins")
+        link = find_link("ib-800g" if device.capability == "10.3" else "ib-400g")
+    notes.append(f"link between nodes not named: {describe_link(link)} assumed, the usual one for {device.name}")
+    return link
+
+
+def describe_link(link: Link) -> str:
+    """A link as the output names it: ``ib-200g (25 GB/s each way per device)``."""
+    return f"{link.name} ({link.bandwidth_bytes_s / 1e9:g} GB/s each way per {link.per})"
