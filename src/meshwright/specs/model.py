@@ -257,3 +257,23 @@ class ModelSpec:
     def parameters(self, *sections: Section) -> int:
         """Logical parameters of the given sections (all when none is given); scales do not count."""
         return sum(f.parameters for f in self.select(*sections))
+
+
+def active_parameters(spec: ModelSpec) -> int:
+    """Parameters that one token uses in a plain forward: the routed experts it visits and all the rest.
+
+    Embedding and head count in full, as in published figures (DeepSeek-V3: 37 B of 671 B). Tensors whose first
+    dimension runs over the experts count as many of them as a token visits.
+    """
+    total = 0
+    for family in spec.select("decoder"):
+        fused = next((s.units for s in family.dims[0] if s.label == "experts"), 0) if family.dims else 0
+        stored = family.experts or fused
+        if not stored:
+            total += family.parameters
+            continue
+        one = family.numel * family.elements * max(1, family.experts) // stored
+        for layer in family.layers:
+            moe = spec.layers[layer].moe
+            total += one * (min(moe.topk, stored) if moe else stored)
+    return total
