@@ -104,7 +104,8 @@ class Cuts:
         if segment.label == "vision" and segment.units % degree:
             return WHOLE
         coarsest = self._coarsest[(segment.label, family.role, family.section, family.layers)]
-        units = coarsest if segment.units % coarsest == 0 else segment.units
+        aligned = segment.units % coarsest == 0 or family.part not in {"weight", "bias"}
+        units = coarsest if aligned else segment.units
         return shares.plain(units, degree, index, self.profile.uneven_tp)
 
     def _vocab(self, family: TensorFamily, segment: Segment, index: int) -> Share:
