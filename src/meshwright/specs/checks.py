@@ -6,7 +6,9 @@ Each check is a small pure function that returns the rules a layout breaks, with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import gcd, isqrt
 
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
@@ -22,13 +24,15 @@ def broken(code: str, severity: Severity, message: str, way_out: str, where: str
     return Rule(code, severity, message, way_out, where, tuple(numbers.items()))
 
 
-def divisors(*numbers: int) -> list[int]:
+@lru_cache(maxsize=1 << 10)
+def divisors(*numbers: int) -> tuple[int, ...]:
     """Common divisors of positive numbers, ascending."""
-    low = min(numbers)
-    return [d for d in range(1, low + 1) if all(n % d == 0 for n in numbers)]
+    whole = gcd(*numbers)
+    low = [d for d in range(1, isqrt(whole) + 1) if whole % d == 0]
+    return tuple(dict.fromkeys([*low, *(whole // d for d in reversed(low))]))
 
 
-def named(values: list[int], around: int, keep: int = 6) -> str:
+def named(values: Sequence[int], around: int, keep: int = 6) -> str:
     """The few values nearest to ``around``, as text in ascending order."""
     return ", ".join(map(str, sorted(sorted(values, key=lambda v: (abs(v - around), v))[:keep])))
 
