@@ -64,13 +64,15 @@ class CacheRules:
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """One cache of one layer on one rank: bytes a token (or of the whole state), and how far back it reaches;
-    ``packed``: of a layout (DeepSeek-V4) whose pages hold entries of several kinds, counted by bytes."""
+    ``shape``: heads, key and value width, by which an engine tells caches of equal size apart; ``packed``: of a
+    layout (DeepSeek-V4) whose pages hold entries of several kinds, counted by bytes."""
 
     layer: int
     kind: Kind
     token_bytes: Fraction
     state_bytes: int = 0
     reach: int = 0
+    shape: tuple[int, ...] = ()
     mla: bool = False
     packed: bool = False
 
@@ -189,7 +191,8 @@ def _attention_caches(index: int, a: Attention, tp: int, form: str, rules: Cache
     elif rules.windows and a.chunk is not None:
         kind = "chunk"
     reach = (a.reach or 0) if kind != "full" else 0
-    caches = [LayerCache(index, kind, attention_token_bytes(a, tp, form), reach=reach, mla=a.kind == "mla")]
+    shape = (max(1, -(-a.kv_heads // tp)), a.head_dim, a.v_head_dim)
+    caches = [LayerCache(index, kind, attention_token_bytes(a, tp, form), 0, reach, shape, a.kind == "mla")]
     if a.indexer is not None:
         caches.append(LayerCache(index, "full", indexer_token_bytes(a), mla=True))
     return caches
@@ -213,7 +216,7 @@ def _buckets(caches: tuple[LayerCache, ...]) -> list[list[LayerCache]]:
     kinds = {(c.kind, c.reach) for c in caches}
     found: dict[tuple[object, ...], list[LayerCache]] = {}
     for c in caches:
-        key: tuple[object, ...] = (c.kind, c.reach) if len(kinds) == 1 else (c.kind, c.reach, c.token_bytes)
+        key: tuple[object, ...] = (c.kind, c.reach) if len(kinds) == 1 else (c.kind, c.reach, c.token_bytes, c.shape)
         found.setdefault(key, []).append(c)
     return list(found.values())
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from meshwright.ledger.schema import Holding
+from meshwright.plan.constants.serving import EngineMemory
 from meshwright.specs.cluster import Device
 from meshwright.specs.dtypes import canonical, size_bytes
 from meshwright.specs.model import ModelSpec, Moe
@@ -52,10 +53,12 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def mxfp4_factors(spec: ModelSpec, moe: Moe, inner: int, device: Device) -> tuple[Fraction, Fraction]:
+def mxfp4_factors(
+    spec: ModelSpec, moe: Moe, inner: int, device: Device, hopper: str = "triton"
+) -> tuple[Fraction, Fraction]:
     """Held over stored bytes of the expert matrices (gate and up, down) with ``inner`` columns on this rank."""
     hidden = moe.latent or spec.hidden
-    if device.capability.startswith("9.") and spec.model_type == "gpt_oss":
+    if device.capability.startswith("9.") and spec.model_type == "gpt_oss" and hopper == "triton":
         up, down = Fraction(_up(hidden, _TRITON_INPUT), hidden), Fraction(_up(inner, _TRITON_INPUT), inner)
         return up, down
     tiles = _BLACKWELL_TILES if device.capability.startswith("10.") else _MARLIN_TILES
@@ -74,7 +77,7 @@ def expert_inner(placement: Placement, moe: Moe) -> int:
     return max(1, -(-moe.intermediate // cut))
 
 
-def _padding_factor(shard: Shard, placement: Placement, device: Device) -> Fraction:
+def _padding_factor(shard: Shard, placement: Placement, device: Device, hopper: str) -> Fraction:
     """Growth of one shard by the kernel's tiles; 1 for all but MXFP4 experts."""
     spec = placement.spec
     moe = spec.moe
@@ -82,7 +85,7 @@ def _padding_factor(shard: Shard, placement: Placement, device: Device) -> Fract
         return Fraction(1)
     if spec.quantization.method != "mxfp4" or shard.family.part not in {"weight", "scale"}:
         return Fraction(1)
-    up, down = mxfp4_factors(spec, moe, expert_inner(placement, moe), device)
+    up, down = mxfp4_factors(spec, moe, expert_inner(placement, moe), device, hopper)
     return down if shard.family.op == "down" else up
 
 
@@ -93,15 +96,18 @@ def _is_linear(shard: Shard) -> bool:
     return matrix and f.dtype in _COMPUTE and f.role in _QUANTIZED_ROLES
 
 
-def _held_bytes(shard: Shard, placement: Placement, dtype: str, settings: ServeSettings, device: Device) -> int:
+def _held_bytes(
+    shard: Shard, placement: Placement, settings: ServeSettings, device: Device, constants: EngineMemory
+) -> int:
     """Bytes of one shard after loading."""
     family, size = shard.family, shard.nbytes
+    dtype = compute_dtype(placement.spec, settings)
     if settings.quantization == "fp8" and _is_linear(shard):
         return size // size_bytes(family.dtype) + 4 * shard.count
     if family.dtype in _COMPUTE or (family.dtype == "f32" and placement.spec.dtype == "f32"):
         return size * size_bytes(dtype) // size_bytes(family.dtype)
     if placement.profile.engine == "vllm":
-        return int(size * _padding_factor(shard, placement, device))
+        return int(size * _padding_factor(shard, placement, device, constants.mxfp4_hopper))
     return size
 
 
@@ -128,7 +134,7 @@ def _rotary_bytes(spec: ModelSpec, dtype: str) -> int:
 
 
 def weight_holdings(
-    placement: Placement, rank_class: RankClass, settings: ServeSettings, device: Device
+    placement: Placement, rank_class: RankClass, settings: ServeSettings, device: Device, constants: EngineMemory
 ) -> Iterable[Holding]:
     """Weights of one rank class by role, as the engine holds them after loading."""
     dtype, wanted = compute_dtype(placement.spec, settings), sections(settings)
@@ -137,7 +143,7 @@ def weight_holdings(
         section = shard.family.section
         if section in wanted:
             role: str = shard.family.role if section == "decoder" else section
-            roles[role] += _held_bytes(shard, placement, dtype, settings, device)
+            roles[role] += _held_bytes(shard, placement, settings, device, constants)
     for role, size in roles.items():
         yield Holding(rank_class.name, "weights", role, size, "exact")
     if placement.profile.engine != "vllm":

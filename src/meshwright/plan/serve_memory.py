@@ -61,7 +61,7 @@ def cache_rules(placement: Placement, settings: ServeSettings, constants: Engine
         groups=constants.groups,
         windows=constants.windows,
         state_pages=constants.state_pages,
-        speculative=1 if settings.speculative else 0,
+        speculative=settings.speculative_tokens if settings.speculative else 0,
     )
 
 
@@ -115,7 +115,7 @@ def _pool(
     assert settings.utilization is not None
     device, stage = cluster.device, placement.stages[rank_class.coordinate.pp]
     holdings = [
-        *weight_holdings(placement, rank_class, settings, device),
+        *weight_holdings(placement, rank_class, settings, device, constants),
         *engine_holdings(placement, rank_class, cluster, settings, workload.context, constants),
     ]
     capacity = ceil(device.memory_bytes * settings.utilization)

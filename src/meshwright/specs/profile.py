@@ -83,6 +83,7 @@ class ServeSettings:
         quantization: quantization applied while loading (``fp8``), or None.
         dtype: compute dtype instead of the configuration's.
         speculative: load the multi-token-prediction layers.
+        speculative_tokens: draft tokens a step when ``speculative``.
         text_only: do not load the vision encoder.
     """
 
@@ -95,4 +96,5 @@ class ServeSettings:
     quantization: str | None = None
     dtype: str | None = None
     speculative: bool = False
+    speculative_tokens: int = 1
     text_only: bool = False

@@ -43,6 +43,7 @@ class EngineMemory:
 
     Attributes:
         sampler_bytes: bytes of the sampler for one logit, beside the logit itself in the compute dtype.
+        mxfp4_hopper: kernel of MXFP4 experts on Hopper: ``marlin`` pads both sizes, ``triton`` the packed inputs.
         workspace_kept: the buffers of fused experts outlive the layer and add to the sampler's peak.
         graphs_counted: the CUDA-graph estimate is taken from the pool.
         fixed_bytes: library workspaces in the allocator.
@@ -58,6 +59,7 @@ class EngineMemory:
     """
 
     sampler_bytes: float
+    mxfp4_hopper: str
     workspace_kept: bool
     graphs_counted: bool
     non_torch: NonTorch
@@ -108,6 +110,7 @@ def engine_memory(engine: str, version: str) -> EngineMemory:
     outside, cache_rules = now["non_torch_gib"], raw["cache"]
     return EngineMemory(
         sampler_bytes=now["sampler_bytes"],
+        mxfp4_hopper=now["mxfp4_hopper"],
         workspace_kept=now["workspace_kept"],
         graphs_counted=now["graphs_counted"],
         non_torch=NonTorch(*(int(outside[k] * GIB) for k in ("one", "tp", "tp_fused", "tp_doubling", "pp_only"))),
