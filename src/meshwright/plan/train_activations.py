@@ -59,6 +59,7 @@ def kept_after(blocks: Mapping[str, Saved], modules: tuple[str, ...]) -> dict[st
                 del saved[name]
     if "mla_up_proj" in modules and "query latent" in kept.get("attention", {}):
         kept["attention"].pop("query, key, value")
+        kept["attention"].pop("key before rotary")
     return kept
 
 
@@ -93,6 +94,11 @@ def chunk_bytes(spec: ModelSpec, chunk: tuple[int, ...], s: Shape, layout: Layou
     return kept, max(groups)
 
 
+def local_logits(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine) -> int:
+    """Logits of one micro-batch on one rank: tokens x padded vocabulary / tp."""
+    return s.tokens * (padded_vocab(spec.vocab, layout.tp, engine) // layout.tp)
+
+
 def score_buffer(spec: ModelSpec, s: Shape) -> int:
     """One layer's scores in the model's dtype: Megatron's local attention keeps one such buffer for all layers."""
     heads = -(-spec.heads // s.tp)
@@ -102,13 +108,13 @@ def score_buffer(spec: ModelSpec, s: Shape) -> int:
 def deferred_head(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine, micro_batches: int) -> int:
     """Inputs of the head of every micro-batch, and gradients of its logits until the limit
     (Megatron ``defer_embedding_wgrad_compute``)."""  # fmt: skip
-    logits = s.tokens * (padded_vocab(spec.vocab, layout.tp, engine) // layout.tp)
+    logits = local_logits(spec, s, layout, engine)
     return s.width * (s.tokens * s.hidden * micro_batches + logits * min(engine.deferred_head, micro_batches))
 
 
 def head_bytes(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine) -> dict[str, int]:
     """The last stage's end: final norm, its output, logits and the loss (``logit_bytes`` a local logit)."""
-    logits = s.tokens * (padded_vocab(spec.vocab, layout.tp, engine) // layout.tp)
+    logits = local_logits(spec, s, layout, engine)
     return {
         "final norm": 2 * s.width * s.rows * s.hidden + norm_saved(s),
         "logits and loss": round(engine.logit_bytes * logits),
@@ -135,6 +141,7 @@ def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train,
     for layer in spec.mtp_layers if stage.head else ():
         head["prediction layers"] = head.get("prediction layers", 0) + _layer_bytes(layer, s, layout, work)[0]
         head["prediction layers"] += 4 * s.width * s.rows * s.hidden
+        head["prediction loss"] = head.get("prediction loss", 0) + 4 * local_logits(spec, s, layout, engine)
     if recomputed > sum(head.values()):
         parts["recomputed layer"] = recomputed
     else:
@@ -145,6 +152,8 @@ def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train,
         parts["boundaries"] = BOUNDARIES * s.width * s.rows * s.hidden
     if engine.attention_mask:
         parts["attention mask"] = s.batch * s.seq * s.seq
+    if engine.gather_buffer and s.rows < s.tokens and stage.head:
+        parts["sequence gather buffer"] = s.width * s.tokens * s.hidden
     if engine.score_buffer:
         parts["score buffer"] = score_buffer(spec, s)
     if engine.deferred_head and stage.head:

@@ -40,6 +40,7 @@ class TrainEngine:
         recompute_modules: what ``selective`` recomputes (Megatron ``--recompute-modules``).
         recompute_method: ``uniform`` (chunks of n layers) or ``block`` (the first n layers of a stage).
         deferred_head: micro-batches whose head weight gradient is put off (their logits' gradients stay).
+        gather_buffer: with sequence parallelism the gathered input of the head lies in a buffer that stays.
         score_buffer: a buffer of the size of one layer's scores stays (Megatron local ``mpu`` buffer).
         score_bytes: bytes of one attention score that the unfused core saves; 0: softmax, dropout mask, output.
         separate_main_grads: fp32 gradients beside those of the model's dtype (Megatron with fp16).
@@ -71,6 +72,7 @@ class TrainEngine:
     recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_method: Literal["uniform", "block"] = "uniform"
     deferred_head: int = 0
+    gather_buffer: bool = False
     score_buffer: bool = False
     score_bytes: int = 0
     separate_main_grads: bool = False

@@ -133,7 +133,11 @@ def attention_saved(a: Attention, s: Shape) -> tuple[Saved, Saved]:
 
 def _mla_saved(a: Attention, s: Shape, heads: int) -> Saved:
     w, t = s.width, s.tokens
-    saved: Saved = {"query, key, value": w * t * heads * (2 * a.head_dim + a.v_head_dim)}
+    nope = a.head_dim - a.rope_head_dim
+    saved: Saved = {
+        "query, key, value": w * t * heads * (2 * a.head_dim + a.v_head_dim),
+        "key before rotary": w * t * heads * nope,
+    }
     if a.q_lora_rank:
         saved["query latent"] = 2 * w * s.rows * a.q_lora_rank
     saved["key latent"] = w * s.rows * (2 * a.kv_lora_rank + a.rope_head_dim)

@@ -51,11 +51,14 @@ class Unit:
     Attributes:
         name: ``layer 3``, ``mtp 0``, ``root``.
         dense, expert: elements that one rank computes with (after tensor and expert parallelism).
+        plain: those of ``dense`` that are no hidden matrix (embedding, head, norms, biases), which Muon leaves
+            to AdamW.
     """
 
     name: str
     dense: int
     expert: int
+    plain: int = 0
 
 
 def split_layers(layers: int, parts: int) -> tuple[int, ...]:
@@ -150,6 +153,10 @@ def _is_expert(family: TensorFamily) -> bool:
     return family.role == "expert"
 
 
+def _is_matrix(family: TensorFamily) -> bool:
+    return len(family.shape) >= 2 and family.role not in {"embedding", "head"}
+
+
 def _on_stage(family: TensorFamily, stage: TrainStage, last: bool) -> tuple[int, ...] | None:
     """Layers of the family that the stage holds; ``(-1,)`` for a tensor outside layers, None for none."""
     if family.section == "mtp":
@@ -169,7 +176,7 @@ def stage_units(spec: ModelSpec, layout: Layout, stage: TrainStage, engine: Trai
     of the embedding, it holds an own copy of tied weights (Megatron ``shared_embedding``), and of the embedding
     for multi-token prediction.
     """
-    sums: dict[str, list[int]] = {"root": [0, 0]}
+    sums: dict[str, list[int]] = {"root": [0, 0, 0]}
     for family in spec.families:
         if not family.elements or family.part in {"scale", "zero", "global_scale", "input_scale", "index"}:
             continue
@@ -183,9 +190,11 @@ def stage_units(spec: ModelSpec, layout: Layout, stage: TrainStage, engine: Trai
         numel = local_elements(family, layout, engine) * copies
         prefix = "mtp" if family.section == "mtp" else "layer"
         for i in held:
-            row = sums.setdefault("root" if i < 0 else f"{prefix} {i}", [0, 0])
+            row = sums.setdefault("root" if i < 0 else f"{prefix} {i}", [0, 0, 0])
             row[_is_expert(family)] += numel
-    return tuple(Unit(name, dense, expert) for name, (dense, expert) in sums.items())
+            if not _is_matrix(family):
+                row[2] += numel
+    return tuple(Unit(name, dense, expert, plain) for name, (dense, expert, plain) in sums.items())
 
 
 def _vocab_rows(family: TensorFamily) -> bool:

@@ -57,6 +57,12 @@ def _optimizer_bytes(work: Train, *, master: bool) -> int:
     return moment_bytes(work) + (4 if master else 0)
 
 
+def _plain_moments(units: tuple[Unit, ...], work: Train, degrees: tuple[int, int]) -> int:
+    """The second moment that Muon keeps for what is no hidden matrix."""
+    extra = moment_bytes(work, matrix=False) - moment_bytes(work)
+    return _spread(sum(u.plain for u in units), 0, extra, degrees)
+
+
 def _spread(dense: int, expert: int, each: int, degrees: tuple[int, int]) -> int:
     return -(-dense * each // degrees[0]) + -(-expert * each // degrees[1])
 
@@ -78,7 +84,7 @@ def states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: TrainEn
     width, grad = size_bytes(work.param_dtype), size_bytes(work.grad_dtype)
     master = work.master_weights and work.param_dtype != "f32"
     spread = degrees if layout.zero else whole
-    optimizer = _spread(dense, expert, _optimizer_bytes(work, master=master), spread)
+    optimizer = _spread(dense, expert, _optimizer_bytes(work, master=master), spread) + _plain_moments(units, work, spread)
     optimizer -= int(optimizer * engine.offload_fraction) if work.offload == "optimizer" else 0
     gradients = _spread(dense, expert, grad, degrees if layout.zero >= 2 else whole)
     largest = max(iter_elements(units), default=0)
@@ -87,7 +93,7 @@ def states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: TrainEn
         gradients=gradients,
         optimizer=optimizer,
         gathered_gradients=grad * largest if layout.zero >= 2 and degrees != whole else 0,
-        step_gradients=_spread(dense, expert, 4, spread) if engine.separate_main_grads else 0,
+        step_gradients=_spread(dense, expert, 4, spread) if engine.separate_main_grads and grad < 4 else 0,
     )
 
 
@@ -105,6 +111,7 @@ def fsdp_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: Tr
     stored = 4 if work.master_weights else size_bytes(work.param_dtype)
     width, reduce = size_bytes(knobs.param_dtype), size_bytes(knobs.reduce_dtype)
     optimizer = _spread(dense, expert, _optimizer_bytes(work, master=False), degrees)
+    optimizer += _plain_moments(units, work, degrees)
     optimizer -= int(optimizer * engine.offload_fraction) if work.offload == "optimizer" else 0
     everything = dense + expert
     if degrees == (1, 1):
@@ -119,7 +126,7 @@ def fsdp_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: Tr
             gathered = width * everything
         else:
             gathered = width * (root + sum(inner[: knobs.prefetch + 1]))
-        largest = everything if knobs.wrap == "model" else max(inner, default=root)
+        largest = everything if knobs.wrap == "model" else root + max(inner, default=0)
         gradients = (width + reduce) * largest
     return States(
         weights=_spread(dense, expert, stored, degrees),
