@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.plan.wire import Op, compute
+from meshwright.plan.wire import Op, Shape, compute
 from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.model import Attention, Recurrent
 
@@ -102,7 +102,7 @@ def attention_core(a: Attention, heads: int, kv_heads: int, batch: Batch, kv_dty
         latent = a.kv_lora_rank + a.rope_head_dim
         flops = 2 * scored * heads * (latent + a.kv_lora_rank)
         moved = seen * latent * kv + tokens * heads * (latent + a.kv_lora_rank) * act + tokens * latent * kv
-        shapes = ((tokens, heads, latent), (seen, latent))
+        shapes: tuple[Shape, ...] = ((tokens, heads, latent), (seen, latent))
     else:
         kv_heads = heads if a.kind == "mla" else kv_heads
         flops = 2 * scored * heads * (a.head_dim + values)

@@ -40,41 +40,20 @@ class Emitter:
         """Append the ops; ``times``: repetitions in a row (micro-batches folded into ``count``)."""
         seq, add, name, phase = self.seq, self.entries.append, self.rank_class, phase or self.phase
         for op in ops:
+            if op.op == "mark":
+                continue
             number = seq.get(op.stream, 0)
             seq[op.stream] = number + 1
-            add(
-                Entry(
-                    name,
-                    op.op,
-                    0,
-                    microbatch,
-                    layer,
-                    phase,
-                    op.stream,
-                    op.group,
-                    number,
-                    op.name,
-                    op.peer,
-                    None,
-                    op.shapes,
-                    op.dtype,
-                    op.payload,
-                    op.wire,
-                    op.flops,
-                    op.count * times,
-                    None,
-                    None,
-                    None,
-                    "predicted",
-                    None,
-                    "predict",
-                )  # fmt: skip
-            )
+            entry = Entry(name, op.op, 0, microbatch, layer, phase, op.stream, op.group, number, op.name, op.peer)
+            entry.shapes, entry.dtype, entry.flops = op.shapes, op.dtype, op.flops
+            entry.payload_bytes, entry.wire_bytes, entry.count = op.payload, op.wire, op.repeats * times
+            entry.state, entry.source = "predicted", "predict"
+            add(entry)
 
 
 def compute_dtype(spec: ModelSpec, settings: ServeSettings) -> str:
     """Element type of activations."""
-    return canonical(settings.dtype) if settings.dtype not in {None, "auto"} else spec.dtype  # type: ignore[arg-type]
+    return canonical(settings.dtype) if settings.dtype not in {None, "auto"} else spec.dtype
 
 
 def kv_dtype(spec: ModelSpec, settings: ServeSettings) -> str:

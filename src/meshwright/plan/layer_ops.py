@@ -40,6 +40,7 @@ class Context:
         batch: tokens of one data-parallel replica, before context parallelism.
         weight_dtype: element type that weights are multiplied in, or None for that of the checkpoint (training
             converts; then bytes are counted anew).
+        marks: note where only the backward communicates (training).
     """
 
     layout: Layout
@@ -50,6 +51,7 @@ class Context:
     kv_dtype: str
     batch: Batch
     weight_dtype: str | None = None
+    marks: bool = False
     cache: dict[int, list[Op]] = field(default_factory=dict, compare=False)
 
     @property
@@ -91,11 +93,18 @@ class Context:
         moved = (2 * shape[0] + 1) * width * DTYPE_BYTES[self.dtype]
         return compute("norm", name, (shape,), self.dtype, moved, 0)
 
-    def enter(self, name: str) -> list[Op]:
-        """all_gather of the sharded sequence before a block (sp only)."""
-        if not self.sp:
+    def enter(self, name: str, cut: bool = True) -> list[Op]:
+        """all_gather of the sharded sequence before a block (sp); else only the backward has a sum here."""
+        tp = self.layout.tp
+        if self.sp:
+            return collective("all_gather", name, "tp", tp, self.hidden_shape, self.dtype)
+        if not self.marks or not cut:
             return []
-        return collective("all_gather", name, "tp", self.layout.tp, self.hidden_shape, self.dtype)
+        return self.mark(collective("all_reduce", name, "tp", tp, (self.tokens, self.hidden), self.dtype))
+
+    def mark(self, ops: list[Op]) -> list[Op]:
+        """Collectives that only the backward has: their kind is kept in the name."""
+        return [op._replace(op="mark", name=f"{op.op} {op.name}") for op in ops] if self.marks else []
 
     def leave(self, name: str, cut: bool) -> list[Op]:
         """Sum of the partial results of a block over tp: all_reduce, or reduce_scatter with sp."""
@@ -137,8 +146,9 @@ def mixer_ops(c: Context, kind: Kind) -> list[Op]:
         softmax = isinstance(mixer, Attention)
         roles = {"attention", "indexer"} if softmax else {"recurrent"}
         before, after = _split(p for p in kind.products if p.role in roles)
+        cut = any(p.cut for p in after)
         if not ops:
-            ops += c.enter("mixer input")
+            ops += c.enter("mixer input", cut)
         for p in before:
             ops.append(c.product(p, _mixer_tokens(c, mixer, p)))
         if isinstance(mixer, Attention):
@@ -146,7 +156,7 @@ def mixer_ops(c: Context, kind: Kind) -> list[Op]:
         else:
             ops.append(recurrent_core(mixer, _recurrent_heads(kind, mixer), _local(c), c.dtype))
         ops += [c.product(p, c.tokens) for p in after]
-        ops += c.leave("mixer output", any(p.cut for p in after))
+        ops += c.leave("mixer output", cut)
     return ops
 
 
@@ -221,9 +231,10 @@ def ffn_ops(c: Context, kind: Kind) -> list[Op]:
     dense = [p for p in kind.products if p.role == "mlp"]
     if dense:
         before, after = _split(dense)
-        ops += c.enter("mlp input")
+        cut = any(p.cut for p in after)
+        ops += c.enter("mlp input", cut)
         ops += [c.product(p, c.tokens) for p in (*before, *after)]
-        ops += c.leave("mlp output", any(p.cut for p in after))
+        ops += c.leave("mlp output", cut)
     if kind.layer.moe is not None:
         ops += _moe(c, kind, kind.layer.moe)
     return ops + [c.product(p, c.tokens) for p in kind.products if p.role == "other"]
@@ -267,8 +278,14 @@ def _moe(c: Context, kind: Kind, m: Moe) -> list[Op]:
     inner = [p for p in shared if p.op == "latent_in" or (m.latent and p.op == "in")]
     outer = [p for p in shared if p.op == "latent_out" or (m.latent and p.op == "out")]
     shared = [p for p in shared if p not in inner and p not in outer]
-    gather_in = c.sp and not r.sliced
-    ops = c.enter("experts input") if gather_in else []
+    whole_shared = not any(p.cut for p in shared if p.op in OUT_OPS)
+    end = _sum(c, r, any(p.cut for p in experts), whole_shared)
+    if r.sliced:
+        piece = (t, c.hidden)
+        ops = [] if c.sp else c.mark(collective("all_gather", "experts input", "tp", c.layout.tp, piece, c.dtype))
+        ops += [] if whole_shared else c.enter("shared experts input")
+    else:
+        ops = c.enter("experts input", bool(end))
     ops += [c.product(p, t) for p in (*by_role.get("router", []), *inner)]
     width = m.latent or c.hidden
     held_ = max((p.experts for p in experts), default=0)
@@ -278,11 +295,10 @@ def _moe(c: Context, kind: Kind, m: Moe) -> list[Op]:
     ops += _dispatch(c, r, m, t, width, "dispatch")
     ops += [c.product(p, routed, touched) for p in sorted(experts, key=lambda p: p.op in OUT_OPS)]
     ops += _dispatch(c, r, m, t, width, "combine")
-    whole_shared = not any(p.cut for p in shared if p.op in OUT_OPS)
     shared_tokens = t if whole_shared else c.tokens
     ops += [c.product(p, t) for p in outer]
     ops += [c.product(p, shared_tokens) for p in sorted(shared, key=lambda p: p.op in OUT_OPS)]
-    return ops + _sum(c, r, any(p.cut for p in experts), whole_shared)
+    return ops + end
 
 
 def _sum(c: Context, r: Routing, experts_cut: bool, whole_shared: bool) -> list[Op]:

@@ -123,7 +123,7 @@ def products_of(shards: Sequence[Shard], placement: Placement) -> tuple[Product,
         family = shard.family
         if not family.op:
             continue
-        key = (family.role, family.op, family.template.rpartition(".")[0])
+        key = (str(family.role), family.op, family.template.rpartition(".")[0])
         if family.part == "weight":
             weights.append((key, shard))
         else:

@@ -17,7 +17,11 @@ Shape = tuple[int, ...]
 
 
 class Op(NamedTuple):
-    """One entry without its rank class, layer and order; fields as in ``ledger.schema.Entry``."""
+    """One entry without its rank class, layer and order; fields as in ``ledger.schema.Entry``.
+
+    ``repeats`` becomes the entry's count. An op named ``mark`` is no entry: it says where the backward has a
+    collective that the forward has not (see ``plan.backward``).
+    """
 
     op: str
     name: str
@@ -29,7 +33,7 @@ class Op(NamedTuple):
     wire: int
     flops: int
     peer: int | None = None
-    count: int = 1
+    repeats: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ def nbytes(shape: Shape, dtype: str) -> int:
     return prod(shape) * DTYPE_BYTES[dtype]
 
 
-def collective(op: str, name: str, group: str, ranks: int, shape: Shape, dtype: str, count: int = 1) -> list[Op]:
+def collective(op: str, name: str, group: str, ranks: int, shape: Shape, dtype: str, repeats: int = 1) -> list[Op]:
     """A collective over ``ranks`` members of axis ``group`` that ``shape`` enters; nothing on one rank.
 
     A gather's wire bytes are those of a rank that is not the root.
@@ -79,15 +83,15 @@ def collective(op: str, name: str, group: str, ranks: int, shape: Shape, dtype: 
     if ranks <= 1 or not all(shape):
         return []
     payload = nbytes(shape, dtype)
-    return [Op(op, name, group, group, (shape,), dtype, payload, wire_bytes(op, ranks, payload), 0, None, count)]
+    return [Op(op, name, group, group, (shape,), dtype, payload, wire_bytes(op, ranks, payload), 0, None, repeats)]
 
 
-def hand_off(op: str, name: str, group: str, peer: int, shape: Shape, dtype: str, count: int = 1) -> Op:
+def hand_off(op: str, name: str, group: str, peer: int, shape: Shape, dtype: str, repeats: int = 1) -> Op:
     """A send to, or a receive from, place ``peer`` of axis ``group``."""
     payload = nbytes(shape, dtype)
-    return Op(op, name, group, group, (shape,), dtype, payload, wire_bytes(op, 2, payload), 0, peer, count)
+    return Op(op, name, group, group, (shape,), dtype, payload, wire_bytes(op, 2, payload), 0, peer, repeats)
 
 
-def compute(op: str, name: str, shapes: tuple[Shape, ...], dtype: str, moved: int, flops: int, count: int = 1) -> Op:
+def compute(op: str, name: str, shapes: tuple[Shape, ...], dtype: str, moved: int, flops: int) -> Op:
     """Work on the device: ``moved`` bytes read and written, ``flops`` operations."""
-    return Op(op, name, "compute", None, shapes, dtype, moved, 0, flops, None, count)
+    return Op(op, name, "compute", None, shapes, dtype, moved, 0, flops)
