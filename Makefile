@@ -1,0 +1,77 @@
+# make demo   a plan for this machine for a real model, and a page to open
+# make test   lint, types, import rules and all tests
+#
+# Both set themselves up on a fresh machine: they make .venv with a Python >= 3.11 and install the exact versions of
+# constraints.txt. A stamp file keeps the second call quick. Another interpreter: make test PYTHON=python3.12
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip
+MODEL ?= smollm2-135m
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types imports unit score bench prove-all wheel constraints clean
+
+help:
+	@sed -n 's/^# //p; /^$$/q' Makefile
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 with venv found; name one: make test PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# What plan needs: no torch.
+$(VENV)/.stamp-base: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install --quiet --editable .
+	@touch $@
+
+# What the tests need: torch, transformers (the oracle of the tensor tables) and the tools.
+$(VENV)/.stamp-dev: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install --quiet --editable ".[run,dev]"
+	@touch $@ $(VENV)/.stamp-base
+
+demo: $(VENV)/.stamp-base
+	@mkdir -p out
+	$(BIN)/meshwright plan serve $(MODEL) --on here --html out/plan.html
+	@echo "open $(CURDIR)/out/plan.html"
+
+test: lint unit
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+unit: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow"
+
+# Every test, the ones marked slow included.
+prove-all: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+format: $(VENV)/.stamp-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Predictions against measured truth (../shared or MESHWRIGHT_SHARED).
+score: $(VENV)/.stamp-dev
+	$(BIN)/python bench/score.py
+
+# How fast the planner itself is.
+bench: $(VENV)/.stamp-dev
+	$(BIN)/python bench/speed.py
+
+wheel: $(VENV)/.stamp-dev
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+
+# After a change of dependencies: install what is new into .venv, then write down what is there.
+constraints: $(VENV)/.stamp-dev
+	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable \
+		| grep -viE '^(pip|meshwright)=' | sed 's/+cpu//' | sort -f; } > out.constraints && mv out.constraints constraints.txt
+
+clean:
+	rm -rf $(VENV) dist build out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
