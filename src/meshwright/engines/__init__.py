@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from meshwright.engines.own.profile import OWN
+from meshwright.engines.vllm import command
 from meshwright.engines.vllm.profile import VLLM
 from meshwright.errors import InputError
-from meshwright.specs.profile import EngineProfile
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.command import Command
+from meshwright.specs.layout import Layout
+from meshwright.specs.profile import EngineProfile, ServeSettings
+from meshwright.specs.workload import Serve, Workload
 
 #: Names a user may type, to profiles; the newest vLLM is the default engine.
 PROFILES: dict[str, EngineProfile] = {
@@ -27,3 +32,21 @@ def profile(name: str) -> EngineProfile:
     if key not in PROFILES:
         raise InputError(f"unknown engine {name[:40]!r}; known: {', '.join(PROFILES)}")
     return PROFILES[key]
+
+
+def commands(
+    spec_name: str,
+    layout: Layout,
+    cluster: Cluster,
+    workload: Workload,
+    settings: ServeSettings,
+    profile: EngineProfile,
+) -> tuple[Command, ...]:
+    """What to type for a layout, node by node; empty where there is nothing to type yet (our own runtime, training).
+
+    Raises:
+        InputError: the layout needs more devices than the cluster has.
+    """
+    if profile.engine != "vllm" or not isinstance(workload, Serve):
+        return ()
+    return command.commands(spec_name, layout, cluster, workload, settings, profile)

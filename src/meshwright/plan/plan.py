@@ -8,6 +8,7 @@ from typing import Literal
 
 from meshwright.plan.memory import ServeMemory, TrainMemory
 from meshwright.specs.cluster import Cluster
+from meshwright.specs.command import Command as Command
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.placement import Placement
@@ -45,6 +46,8 @@ class Cost:
         step_s: lower bound of a decode step (serving) or optimizer step (training).
         prefill_s: lower bound of prefilling one request (serving), 0 in training.
         tokens_per_s: upper bound of the whole cluster's output tokens (serving) or trained tokens a second.
+        wire_share: part of ``step_s`` that is communication.
+        bubble: part of the step that pipeline stages stand idle (training).
     """
 
     bytes_read: float
@@ -54,6 +57,8 @@ class Cost:
     step_s: float
     prefill_s: float
     tokens_per_s: float
+    wire_share: float = 0.0
+    bubble: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +93,6 @@ class Rejected:
     layout: Layout
     code: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """What to type on one node.
-
-    Attributes:
-        node: node index, or None for every node.
-        purpose: "serve", "ray head", ...
-        text: the shell command, quoted.
-        env: environment it needs.
-        note: one line on why, or what to replace.
-    """
-
-    node: int | None
-    purpose: str
-    text: str
-    env: tuple[tuple[str, str], ...] = ()
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
