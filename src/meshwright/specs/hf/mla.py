@@ -202,7 +202,7 @@ def deepseek_v32(f: Fields, dtype: str) -> Parts:
 @architecture("GlmMoeDsaForCausalLM", "glm_moe_dsa")
 def glm_moe_dsa(f: Fields, dtype: str) -> Parts:
     """GLM-5 to GLM-5.3: sparse latent attention; from 5.2 on most layers reuse a neighbour's selection."""
-    return latent_decoder(f, dtype, dense=3, sparse_attention=True)
+    return latent_decoder(f, dtype, dense=3, sparse_attention=True, copies=False)
 
 
 @architecture("Glm4MoeLiteForCausalLM", "glm4_moe_lite")

@@ -113,6 +113,7 @@ def moe_tensors(
     *,
     router_dtype: str | None = None,
     bias_dtype: str | None = "f32",
+    shared_bias: bool = False,
 ) -> None:
     """Router, routed experts (an expert a tensor) and shared experts."""
     if not layers:
@@ -128,17 +129,19 @@ def moe_tensors(
         t.linear(full, inner, hidden, role="expert", op=op, layers=layers, experts=m.experts)
     full = f"{names.experts}.{names.mats[2]}"
     t.linear(full, hidden, inner, role="expert", op="down", layers=layers, experts=m.experts)
-    shared_tensors(t, hidden, m, layers, names)
+    shared_tensors(t, hidden, m, layers, names, bias=shared_bias)
 
 
-def shared_tensors(t: Table, hidden: int, m: Moe, layers: Sequence[int], names: MoeNames) -> None:
+def shared_tensors(
+    t: Table, hidden: int, m: Moe, layers: Sequence[int], names: MoeNames, *, bias: bool = False
+) -> None:
     """Shared experts, one block as wide as all of them."""
     if not m.shared_intermediate or not layers:
         return
     wide = seg("shared_mlp", m.shared_intermediate)
     for op in ("gate", "up"):
-        t.linear(f"{names.shared}.{op}_proj", wide, hidden, role="shared_expert", op=op, layers=layers)
-    t.linear(f"{names.shared}.down_proj", hidden, wide, role="shared_expert", op="down", layers=layers)
+        t.linear(f"{names.shared}.{op}_proj", wide, hidden, role="shared_expert", op=op, layers=layers, bias=bias)
+    t.linear(f"{names.shared}.down_proj", hidden, wide, role="shared_expert", op="down", layers=layers, bias=bias)
     if names.shared_gate:
         one = seg("fixed", 1)
         t.linear(names.shared_gate, one, hidden, role="shared_expert", op="shared_gate", layers=layers)
@@ -204,6 +207,7 @@ def moe_decoder(
     tied: bool = False,
     qkv_bias: bool = False,
     out_bias: bool = False,
+    mlp_bias: bool = False,
     qk_norm: str = "",
     norms: Sequence[str] = ("input_layernorm", "post_attention_layernorm"),
     norm_bias: bool = False,
@@ -216,6 +220,7 @@ def moe_decoder(
     Args:
         mixers: the attention of every layer.
         tied: what the class assumes where ``tie_word_embeddings`` is missing.
+        mlp_bias: biases of dense and shared blocks.
         qk_norm: norms of queries and keys: none, ``head`` or ``whole``.
         norms: names of the norms of model width in every layer.
         positions: what the class assumes where ``max_position_embeddings`` is missing.
@@ -233,8 +238,9 @@ def moe_decoder(
         qk_norms(t, mixers[0], every, whole=qk_norm == "whole")
     dense = f.integer("intermediate_size") if rest else 0
     if rest:
-        mlp_tensors(t, hidden, dense, rest)
-    moe_tensors(t, hidden, moe, sparse, names, router_dtype=router_dtype, bias_dtype=bias_dtype)
+        mlp_tensors(t, hidden, dense, rest, bias=mlp_bias)
+    kinds = {"router_dtype": router_dtype, "bias_dtype": bias_dtype}
+    moe_tensors(t, hidden, moe, sparse, names, **kinds, shared_bias=mlp_bias)
     for name in norms:
         t.norm(name, hidden, layers=every, bias=norm_bias)
     layers = stack(mixers, sparse, moe, dense)

@@ -117,9 +117,22 @@ def ernie4_5_moe(f: Fields, dtype: str) -> Parts:
     moe = routed(f, shared=shared_width(f, width, "moe_num_shared_experts", default=2), experts=64, topk=6)
     bias = f.flag("use_bias")
     names = MoeNames()
+    mixers = (gqa(f),) * n
     t, parts = moe_decoder(
-        f, dtype, (gqa(f),) * n, sparse, moe, names, tied=True, qkv_bias=bias, out_bias=bias, router_dtype="f32"
+        f,
+        dtype,
+        mixers,
+        sparse,
+        moe,
+        names,
+        tied=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        router_dtype="f32",
     )
+    if bias:
+        t.add("lm_head.bias", seg("vocab", parts.vocab), role="head", part="bias")
     name = t.prefix + "mlp.moe_statics.e_score_correction_bias"
     t.add(name, seg("fixed", 1), seg("fixed", moe.experts), role="router", part="bias", layers=sparse, dtype="f32")
     return parts_of(t, parts)
@@ -183,8 +196,8 @@ def glm4_moe(f: Fields, dtype: str) -> Parts:
 @architecture("SolarOpenForCausalLM", "solar_open")
 def solar_open(f: Fields, dtype: str) -> Parts:
     """Solar Open 100B: every layer routes, a shared expert."""
-    n, sparse, moe = _deepseek_like(f)
-    return moe_decoder(f, dtype, (gqa(f),) * n, sparse, moe, DEEPSEEK)[1]
+    n, _, moe = _deepseek_like(f)
+    return moe_decoder(f, dtype, (gqa(f),) * n, range(n), moe, DEEPSEEK)[1]
 
 
 @architecture("ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM", "exaone_moe")
