@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.plan.train_engine import MIB, TrainEngine
 from meshwright.specs.build import Mamba, decoder
+from meshwright.specs.hf.table import Table, seg
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.workload import Train
 
 Args = Mapping[str, object]
 
+
+#: BERT's cased vocabulary, which the functional tests of BERT and T5 use.
+BERT_VOCABULARY = 28996
 
 #: World sizes of the release tests, which no public file states: the size whose optimizer shard explains the
 #: allocated bytes (``mem_alloc``) best, so these rows' ``mem_alloc`` is circular.
@@ -38,6 +42,8 @@ class MegatronCase:
     work: Train
     engine: TrainEngine
     group: str
+    encoder_layers: int = 0
+    encoder_seq: int = 0
 
 
 class Reader:
@@ -103,7 +109,7 @@ def vocabulary(test: str, r: Reader) -> int:
         return stated
     family = test.partition("/")[0]
     if family == "bert":
-        return 28996
+        return BERT_VOCABULARY
     if "nemotron3_super" in test:
         return 131072
     if "15b_8t" in test:
@@ -165,7 +171,23 @@ def model(test: str, r: Reader) -> tuple[ModelSpec, tuple[int, ...]]:
         mamba=mamba,
         pattern=main,
     )
+    if test.startswith("bert"):
+        spec = _bert(spec, not r.flag("bert-no-binary-head"))
     return spec, stages
+
+
+def _bert(spec: ModelSpec, binary_head: bool) -> ModelSpec:
+    """BERT's extra tensors: token types; transform, norm and bias of the language head; pooler and binary head
+    (``megatron/core/models/bert``)."""  # fmt: skip
+    h, t = spec.hidden, Table(spec.dtype)
+    t.add("bert.embeddings.token_type_embeddings.weight", 2, h, role="embedding")
+    t.linear("cls.predictions.transform.dense", h, h, role="other", op="head", bias=True)
+    t.norm("cls.predictions.transform.LayerNorm", h, bias=True)
+    t.add("cls.predictions.bias", seg("vocab", spec.vocab), role="head", part="bias")
+    if binary_head:
+        t.linear("bert.pooler.dense", h, h, role="other", op="head", bias=True)
+        t.linear("cls.seq_relationship", 2, h, role="other", op="head", bias=True)
+    return replace(spec, families=(*spec.families, *t.families))
 
 
 def layout_of(r: Reader, spec: ModelSpec, world: int, family: str, stages: tuple[int, ...]) -> Layout:
@@ -221,13 +243,13 @@ def _count_t(text: str) -> int:
     return sum(int(n or 1) for n in re.findall(r"t(?:\*(\d+))?", text))
 
 
-def work_of(r: Reader) -> Train:
-    """Sequence, batch, optimizer, dropout, recomputation."""
+def work_of(r: Reader, seq: int | None = None) -> Train:
+    """Sequence (of the decoder), batch, optimizer, dropout, recomputation."""
     dropout = max(r.number("hidden-dropout", 0.1), 0.0)
     recompute = r.text("recompute-granularity", r.row.get("recompute", "") or "none")
     optimizer = r.text("optimizer", "adam")
     return Train(
-        seq=r.need("seq-length", "seq"),
+        seq=seq or r.need("seq-length", "seq"),
         global_batch=r.integer("global-batch-size", 128, "gbs") or 128,
         optimizer="muon" if "muon" in optimizer else "sgd" if optimizer == "sgd" else "adamw",
         recompute=recompute if recompute in {"selective", "full"} else "none",  # type: ignore[arg-type]
@@ -276,6 +298,10 @@ def engine_of(test: str, env: str, environ: Mapping[str, object], r: Reader) -> 
         score_bytes=6 if r.flag("no-masked-softmax-fusion") and local else 0,
         separate_main_grads=True,
         gather_buffer=True,
+        head_tensors=7 if test.startswith("bert") else 0,
+        offload_modules=tuple(r.text("offload-modules").strip("[]").split()),
+        fp8=bool(r.text("fp8-format")),
+        fp8_weight_copies=bool(r.text("fp8-format")) and not r.flag("fp8-param-gather"),
         deferred_head=(r.integer("wgrad-deferral-limit", 0) or 0) if r.flag("defer-embedding-wgrad-compute") else 0,
         microbatch_group=r.integer("microbatch-group-size-per-virtual-pipeline-stage"),
         dispatcher=r.text("moe-token-dispatcher-type", "allgather"),  # type: ignore[arg-type]
@@ -290,6 +316,30 @@ def engine_of(test: str, env: str, environ: Mapping[str, object], r: Reader) -> 
     )
 
 
+def _t5(test: str, env: str, environ: Mapping[str, object], r: Reader) -> MegatronCase:
+    """T5: encoder layers first, then decoder layers with cross attention (``megatron/core/models/T5``)."""
+    encoder, decoders = r.need("encoder-num-layers"), r.need("decoder-num-layers")
+    h, a, d = r.need("hidden-size", "hidden"), r.need("num-attention-heads", "heads"), r.need("kv-channels")
+    vocab = BERT_VOCABULARY + (r.integer("vocab-extra-ids", 0) or 0)
+    spec = decoder(
+        hidden=h, layers=encoder + decoders, heads=a, head_dim=d, ffn=r.need("ffn-hidden-size"), gated=False,
+        vocab=vocab, tied=True, bias=True, norm_bias=True, learned_positions=r.need("max-position-embeddings"),
+        causal=False, name=test,
+    )  # fmt: skip
+    t, at, heads = Table(spec.dtype), tuple(range(encoder, encoder + decoders)), seg("heads", a, d)
+    for op in ("q", "k", "v"):
+        t.linear(f"cross_attn.{op}_proj", heads, h, role="attention", op=op, layers=at, bias=True)
+    t.linear("cross_attn.o_proj", h, heads, role="attention", op="o", layers=at, bias=True)
+    t.norm("pre_cross_attn_layernorm", h, layers=at, bias=True)
+    t.norm("model.encoder_norm", h, bias=True)
+    t.add("lm_head.bias", seg("vocab", vocab), role="head", part="bias")
+    spec = replace(spec, families=(*spec.families, *t.families))
+    layout = layout_of(r, spec, world_size(test, env, r.text("_type") == "release"), "t5", ())
+    work = replace(work_of(r, r.need("decoder-seq-length")), dropout=0.1)
+    engine = engine_of(test, env, environ, r)
+    return MegatronCase(spec, layout, work, engine, "t5", encoder, r.need("encoder-seq-length"))
+
+
 def read_case(test: str, env: str, args: Args, environ: Mapping[str, object], row: Mapping[str, str]) -> MegatronCase:
     """Everything of one functional test.
 
@@ -300,8 +350,10 @@ def read_case(test: str, env: str, args: Args, environ: Mapping[str, object], ro
     r = Reader(args, row)
     if not args:
         raise UndecidableError("no model_config.yaml: only the degrees are known")
-    if family in {"t5", "mimo", "multimodal-llava"}:
-        raise UndecidableError(f"{family}: encoder-decoder and multimodal models are not modelled")
+    if family == "t5":
+        return _t5(test, env, environ, r)
+    if family in {"mimo", "multimodal-llava"}:
+        raise UndecidableError(f"{family}: multimodal models are not modelled")
     if "grpo" in test:
         raise UndecidableError("reinforcement learning: the inference engine's pool is inside the peak")
     spec, stages = model(test, r)

@@ -63,15 +63,33 @@ def kept_after(blocks: Mapping[str, Saved], modules: tuple[str, ...]) -> dict[st
     return kept
 
 
+#: Saved tensors that offloading a module moves to the host, by block (Megatron ``--offload-modules``).
+_OFFLOADED: dict[str, tuple[tuple[str, str], ...]] = {
+    "attn_norm": (("attention", "block input"),),
+    "qkv_linear": (("attention", "norm output"),),
+    "core_attn": (("attention", "query, key, value"), ("core", "scores"), ("core", "softmax statistics")),
+    "attn_proj": (("attention", "context"),),
+    "mlp_norm": (("mlp", "block input"), ("moe", "block input")),
+    "expert_fc1": (("moe", "expert input"),),
+    "moe_act": (("moe", "expert hidden before activation"),),
+}
+
+
+def left_on_device(blocks: dict[str, Saved], modules: tuple[str, ...]) -> dict[str, Saved]:
+    """What offloading the saved tensors of ``modules`` leaves on the device."""
+    gone = {pair for module in modules for pair in _OFFLOADED.get(module, ())}
+    return {b: {n: size for n, size in saved.items() if (b, n) not in gone} for b, saved in blocks.items()}
+
+
 def _layer_bytes(layer: Layer, s: Shape, layout: Layout, work: Train) -> tuple[int, int]:
     """``(kept from forward to backward, whole working set while its backward runs)`` of one layer."""
     blocks = layer_saved(layer, s, layout)
     whole = round(total(blocks) * s.engine.activation_scale)
     if work.recompute == "full":
         return s.width * s.rows * s.hidden, whole
-    if work.recompute == "selective":
-        return round(total(kept_after(blocks, s.engine.recompute_modules)) * s.engine.activation_scale), whole
-    return whole, whole
+    modules = s.engine.recompute_modules if work.recompute == "selective" else ()
+    kept = left_on_device(kept_after(blocks, modules), s.engine.offload_modules)
+    return round(total(kept) * s.engine.activation_scale), whole
 
 
 def chunk_bytes(spec: ModelSpec, chunk: tuple[int, ...], s: Shape, layout: Layout, work: Train) -> tuple[int, int]:
@@ -81,9 +99,9 @@ def chunk_bytes(spec: ModelSpec, chunk: tuple[int, ...], s: Shape, layout: Layou
     once); with ``recompute_layers`` = n and ``block`` only the first n layers are recomputed.
     """
     pairs = [_layer_bytes(spec.layers[i], s, layout, work) for i in chunk]
-    if work.recompute == "none" or not pairs:
-        return sum(kept for kept, _ in pairs), 0
-    if work.recompute == "selective":
+    if not pairs:
+        return 0, 0
+    if work.recompute != "full":
         return sum(kept for kept, _ in pairs), max(whole - kept for kept, whole in pairs)
     n = work.recompute_layers or 1
     if s.engine.recompute_method == "block" and work.recompute_layers is not None:
@@ -116,7 +134,7 @@ def head_bytes(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine) -
     """The last stage's end: final norm, its output, logits and the loss (``logit_bytes`` a local logit)."""
     logits = local_logits(spec, s, layout, engine)
     return {
-        "final norm": 2 * s.width * s.rows * s.hidden + norm_saved(s),
+        "final norm": (2 + engine.head_tensors) * s.width * s.rows * s.hidden + norm_saved(s),
         "logits and loss": round(engine.logit_bytes * logits),
         "head gradient": round(engine.head_gradient_bytes * head_parameters(spec, layout, engine)),
     }
@@ -139,10 +157,14 @@ def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train,
     recomputed = max((extra for _, extra in pairs), default=0)
     head = head_bytes(spec, s, layout, engine) if stage.head else {}
     for layer in spec.mtp_layers if stage.head else ():
-        head["prediction layers"] = head.get("prediction layers", 0) + _layer_bytes(layer, s, layout, work)[0]
+        one = _layer_bytes(layer, s, layout, work)[1 if engine.offload_modules else 0]
+        head["prediction layers"] = head.get("prediction layers", 0) + one
         head["prediction layers"] += 4 * s.width * s.rows * s.hidden
         head["prediction loss"] = head.get("prediction loss", 0) + 4 * local_logits(spec, s, layout, engine)
-    if recomputed > sum(head.values()):
+    if engine.offload_modules:
+        parts["layer not yet offloaded"] = recomputed
+        parts |= head
+    elif recomputed > sum(head.values()):
         parts["recomputed layer"] = recomputed
     else:
         parts |= head

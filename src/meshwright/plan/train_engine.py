@@ -28,6 +28,8 @@ class TrainEngine:
         attention: kernel of the attention core, None: what the workload says (``Train.attention``).
         rope_copies: rotary embedding leaves its own copies of query and key beside the fused projection.
         logit_bytes: bytes a local logit (token x vocabulary / tp) that are alive at the peak of the loss.
+        head_tensors: tensors of tokens x hidden between the last layer and the output projection, beyond its norm
+            (BERT's language head: dense, GELU of four steps, norm).
         head_gradient_bytes: bytes a head parameter of a temporary weight gradient at that peak.
         vocab_multiple, vocab_times_tp: rows of embedding and head are padded to a multiple of this (x tp).
         grad_buffer: gradients live in one buffer for the whole step (Megatron); else only from the first
@@ -50,6 +52,8 @@ class TrainEngine:
         offload_fraction: part of what ``Train.offload`` names that lives in host memory.
         workspace_bytes: cuBLAS, Transformer Engine and other workspaces that live from the first step on.
         context_bytes: driver context and communicators, outside the framework's allocator.
+        offload_modules: saved tensors of these modules live in host memory (Megatron ``--offload-modules``).
+        fp8_weight_copies: quantized copies (row and column wise) of every hidden matrix live beside it.
         fp8: low-precision products: bytes of one saved input of a linear layer (1), else 2.
         activation_scale: factor on saved activations that a compiler's fusion and partitioner leave.
     """
@@ -60,6 +64,7 @@ class TrainEngine:
     attention: AttentionKernel | None = None
     rope_copies: bool = True
     logit_bytes: float = 10.0
+    head_tensors: int = 0
     head_gradient_bytes: float = 0.0
     vocab_multiple: int = 1
     vocab_times_tp: bool = False
@@ -82,6 +87,8 @@ class TrainEngine:
     offload_fraction: float = 1.0
     workspace_bytes: int = 2 * 32 * MIB
     context_bytes: int = 0
+    offload_modules: tuple[str, ...] = ()
+    fp8_weight_copies: bool = False
     fp8: bool = False
     activation_scale: float = 1.0
 

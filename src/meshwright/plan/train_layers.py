@@ -174,9 +174,9 @@ def moe_saved(m: Moe, s: Shape, layout: Layout) -> Saved:
         "block input": s.width * s.rows * s.hidden,
         "norm output": s.width * s.rows * s.hidden,
         "norm statistics": norm_saved(s),
-        "expert input": s.width * routed * wide,
+        "expert input": s.linear_width * routed * wide,
         "expert hidden before activation": s.width * routed * f * (2 if m.gated else 1),
-        "expert hidden": s.width * routed * f,
+        "expert hidden": s.linear_width * routed * f,
         "router": (4 if s.engine.router_fp32 else s.width) * s.rows * m.experts * 2,
     }
     if not s.engine.permute_fusion:
@@ -200,12 +200,13 @@ def recurrent_saved(r: Recurrent, s: Shape) -> Saved:
     heads, groups = _cut(r.heads, s.tp), _cut(r.groups, s.tp)
     inner = heads * r.head_dim
     projected = 2 * inner + 2 * groups * r.state_dim + heads
-    return {
+    masked: Saved = {"dropout mask": s.rows * s.hidden} if s.dropout else {}
+    return masked | {
         "block input": s.width * s.rows * s.hidden,
         "norm output": s.linear_width * s.rows * s.hidden,
         "norm statistics": norm_saved(s),
         "projection": s.width * s.tokens * projected,
-        "scan output": s.width * s.tokens * inner,
+        "scan output and its copy in token order": 2 * s.width * s.tokens * inner,
         "out projection input": s.width * s.tokens * inner,
     }
 

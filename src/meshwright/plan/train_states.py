@@ -84,12 +84,14 @@ def states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: TrainEn
     width, grad = size_bytes(work.param_dtype), size_bytes(work.grad_dtype)
     master = work.master_weights and work.param_dtype != "f32"
     spread = degrees if layout.zero else whole
-    optimizer = _spread(dense, expert, _optimizer_bytes(work, master=master), spread) + _plain_moments(units, work, spread)
+    optimizer = _spread(dense, expert, _optimizer_bytes(work, master=master), spread)
+    optimizer += _plain_moments(units, work, spread)
     optimizer -= int(optimizer * engine.offload_fraction) if work.offload == "optimizer" else 0
     gradients = _spread(dense, expert, grad, degrees if layout.zero >= 2 else whole)
     largest = max(iter_elements(units), default=0)
+    copies = 2 * (dense + expert - sum(u.plain for u in units)) if engine.fp8_weight_copies else 0
     return States(
-        weights=width * (dense + expert),
+        weights=width * (dense + expert) + copies,
         gradients=gradients,
         optimizer=optimizer,
         gathered_gradients=grad * largest if layout.zero >= 2 and degrees != whole else 0,
