@@ -1,0 +1,184 @@
+"""Lower bounds from the counted ledger, by which layouts are ranked until a time model replaces them.
+
+Every product and core takes at least ``max(FLOPs / peak, bytes / memory bandwidth)`` (the roofline of Williams,
+Waterman, Patterson 2009), every collective at least its wire bytes over its link and one latency a doubling of the
+group. No efficiency, no overlap, no launch overhead: good to compare layouts, not a prediction.
+
+The seam: ``serve_cost`` and ``train_cost`` are the only functions that the search calls for a ``Cost``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import ceil, log2
+
+from meshwright.plan.cores import Batch
+from meshwright.plan.forward import compute_dtype, embedding_ops, head_ops, kv_dtype, serve_batch, stage_hand_off
+from meshwright.plan.layer_ops import Context, layer_ops
+from meshwright.plan.plan import Cost
+from meshwright.plan.products import Held, Kind, held
+from meshwright.plan.wire import Op, ways
+from meshwright.specs.cluster import Cluster, Device, Link
+from meshwright.specs.placement import Coordinate, Placement
+from meshwright.specs.profile import ServeSettings
+from meshwright.specs.workload import Serve
+
+#: dtype whose units compute where the hardware has none for the weights' own (weights are unpacked first).
+_FALLBACK = {"fp4": ("f8_e4m3", "bf16"), "f8_e4m3": ("bf16", "f16"), "f8_e5m2": ("bf16", "f16"), "i8": ("bf16",)}
+
+
+def peak_flops(device: Device, dtype: str) -> float:
+    """Peak of the units that multiply ``dtype``: its own, else those it is unpacked to, else the fastest of 16 bits."""
+    for name in (dtype, *_FALLBACK.get(dtype, ()), "bf16", "f16", "f32"):
+        peak = device.peak(name)
+        if peak:
+            return peak
+    return max((p for _, p in device.peak_flops), default=1e12)
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Sums over the ops of one rank; seconds are lower bounds."""
+
+    bytes_moved: float = 0.0
+    flops: float = 0.0
+    wire_bytes: float = 0.0
+    messages: int = 0
+    compute_s: float = 0.0
+    wire_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Compute and communication one after the other."""
+        return self.compute_s + self.wire_s
+
+    def plus(self, other: Tally, times: int = 1) -> Tally:
+        """Sum of this and ``times`` the other."""
+        return Tally(
+            self.bytes_moved + other.bytes_moved * times,
+            self.flops + other.flops * times,
+            self.wire_bytes + other.wire_bytes * times,
+            self.messages + other.messages * times,
+            self.compute_s + other.compute_s * times,
+            self.wire_s + other.wire_s * times,
+        )
+
+
+class Links:
+    """Which link a group uses: the one between nodes as soon as its ranks lie on more than one."""
+
+    def __init__(self, placement: Placement, cluster: Cluster, coordinate: Coordinate) -> None:
+        self.placement, self.cluster, self.coordinate = placement, cluster, coordinate
+        self._known: dict[str, tuple[Link, int]] = {}
+
+    def of(self, group: str) -> tuple[Link, int]:
+        """Link and number of members of the group of an axis."""
+        if group not in self._known:
+            ranks = self.placement.group(group, self.coordinate)
+            across = self.cluster.node_of(ranks[0]) != self.cluster.node_of(ranks[-1])
+            self._known[group] = (self.cluster.inter if across else self.cluster.intra, len(ranks))
+        return self._known[group]
+
+    def seconds(self, op: Op) -> float:
+        """Least time of a collective or hand-off."""
+        assert op.group is not None
+        link, members = self.of(op.group)
+        share = self.cluster.devices_per_node if link.per == "node" else 1
+        steps = 1 if op.op in {"send", "recv"} else ceil(log2(max(2, members)))
+        return op.wire * share / link.bandwidth_bytes_s + steps * link.latency_s
+
+
+def tally(ops: Iterable[Op], device: Device, links: Links) -> Tally:
+    """Add up the ops of one rank."""
+    moved = flops = wire = compute_s = wire_s = 0.0
+    messages = 0
+    for op in ops:
+        if op.op == "mark":
+            continue
+        n = op.repeats
+        if op.group is not None:
+            wire += op.wire * n
+            wire_s += links.seconds(op) * n
+            messages += n
+        else:
+            moved += op.payload * n
+            flops += op.flops * n
+            compute_s += n * max(op.payload / device.bandwidth_bytes_s, op.flops / peak_flops(device, op.dtype))
+    return Tally(moved, flops, wire, messages, compute_s, wire_s)
+
+
+def distinct_kinds(own: Held) -> list[tuple[Kind, int]]:
+    """Kinds of layers that a rank has, with how many of each."""
+    counts = Counter(id(kind) for kind in own.kinds.values())
+    kinds = {id(kind): kind for kind in own.kinds.values()}
+    return [(kinds[key], count) for key, count in counts.items()]
+
+
+def stage_tallies(
+    placement: Placement, cluster: Cluster, batch: Batch, settings: ServeSettings, sampled: int
+) -> list[Tally]:
+    """One forward of ``batch`` on the first rank class of every stage."""
+    spec, last = placement.spec, len(placement.stages) - 1
+    context = Context(
+        placement.layout,
+        placement.cuts.grid,
+        ways(placement.profile),
+        spec.hidden,
+        compute_dtype(spec, settings),
+        kv_dtype(spec, settings),
+        batch,
+    )
+    kinds: dict[object, Kind] = {}
+    done: dict[int, Tally] = {}
+    for rank_class in placement.classes:
+        stage = rank_class.coordinate.pp
+        if stage in done:
+            continue
+        own = held(placement, rank_class.coordinate, kinds)
+        links = Links(placement, cluster, rank_class.coordinate)
+        total = Tally()
+        ends = embedding_ops(context, own.ends) if stage == 0 else stage_hand_off(context, "recv", stage - 1)
+        total = total.plus(tally(ends, cluster.device, links))
+        for kind, count in distinct_kinds(own):
+            total = total.plus(tally(layer_ops(context, kind), cluster.device, links), count)
+        tail = (
+            head_ops(placement, context, own.ends, sampled) if stage == last else stage_hand_off(context, "send", stage)
+        )
+        done[stage] = total.plus(tally(tail, cluster.device, links))
+    return [done[stage] for stage in sorted(done)]
+
+
+def serve_cost(
+    placement: Placement, cluster: Cluster, workload: Serve, max_requests: int, settings: ServeSettings
+) -> Cost:
+    """Lower bounds of a decode step and of a prefill, and the throughput they allow.
+
+    Without a stated concurrency the batch is what the caches hold, ``max_requests`` in all (at most
+    ``max_num_seqs`` a replica). A pipeline
+    of p stages decodes p batches in turn, each a p-th of the requests, so that a token takes p passes of the slowest
+    stage and one request a batch would leave the others idle.
+    """
+    layout = placement.layout
+    if workload.concurrency is None:
+        workload = replace(workload, concurrency=max(layout.dp, max_requests))
+    batch = serve_batch(workload, "decode", layout, settings)
+    requests = batch.sequences
+    each = replace(batch, sequences=-(-requests // layout.pp))
+    decode = stage_tallies(placement, cluster, each, settings, each.sequences)
+    prefill = stage_tallies(placement, cluster, serve_batch(workload, "prefill", layout), settings, 1)
+    slowest = max(t.seconds for t in decode)
+    step_s = layout.pp * slowest
+    busy_s = max(t.seconds for t in prefill) + workload.osl * step_s / requests
+    worst = max(decode, key=lambda t: t.seconds)
+    return Cost(
+        bytes_read=worst.bytes_moved,
+        flops=worst.flops,
+        wire_bytes=worst.wire_bytes,
+        messages=worst.messages,
+        step_s=step_s,
+        prefill_s=sum(t.seconds for t in prefill),
+        tokens_per_s=layout.dp * workload.osl / busy_s,
+        wire_share=worst.wire_s / worst.seconds if worst.seconds else 0.0,
+    )

@@ -1,0 +1,297 @@
+"""``plan serve``: evaluate, search, choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from meshwright.errors import IllegalLayoutError
+from meshwright.plan.candidates import enumerate_serving, thin
+from meshwright.plan.cost import serve_cost
+from meshwright.plan.explain import ServeFacts, explain_serve, joint_ranks, lost_by, serve_facts
+from meshwright.plan.memory import ServeMemory
+from meshwright.plan.plan import Alternative, Candidate, Motive, Plan, Rejected
+from meshwright.plan.serve_memory import resolve_settings, serve_memory
+from meshwright.plan.verdict import given_verdict, nothing_works, serve_verdict
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.layout import Layout
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.placement import Placement, place
+from meshwright.specs.profile import EngineProfile, ServeSettings
+from meshwright.specs.rules import Rule
+from meshwright.specs.tensors import Section
+from meshwright.specs.units import gib
+from meshwright.specs.workload import Serve
+
+#: Unwise rules that a chosen layout must not break while another one works.
+AVOIDED = frozenset({"tp_crosses_node", "devices_idle"})
+#: Throughput bounds closer than this are a tie, which fewer devices and fewer stages win.
+TIE = 0.02
+#: Rounds of the fixed point between requests in flight and the time each takes.
+LITTLE_STEPS = 4
+MAX_ALTERNATIVES = 4
+MAX_REJECTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ServeContext:
+    """What every candidate of one search shares; ``settings`` have every field resolved."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    workload: Serve
+    profile: EngineProfile
+    settings: ServeSettings
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Parts of the checkpoint that are loaded."""
+        extra: list[Section] = []
+        if not self.settings.text_only:
+            extra.append("vision")
+        if self.settings.speculative:
+            extra.append("mtp")
+        return ("decoder", *extra)
+
+    @property
+    def budget_bytes(self) -> float:
+        """What the engine may take of one device."""
+        assert self.settings.utilization is not None
+        return self.cluster.device.memory_bytes * self.settings.utilization
+
+    def evaluate(self, layout: Layout, rules: tuple[Rule, ...] = ()) -> Candidate:
+        """Place, count the memory, bound the cost.
+
+        Raises:
+            IllegalLayoutError: the engine refuses the layout.
+        """
+        placement = place(self.spec, layout, self.profile, sections=self.sections)
+        workload = self.at_rate(placement)
+        memory = serve_memory(placement, self.cluster, workload, self.settings)
+        cost = serve_cost(placement, self.cluster, workload, memory.max_requests, self.settings)
+        return Candidate(layout, placement, memory, cost, rules, workload)
+
+    def at_rate(self, placement: Placement) -> Serve:
+        """The workload with the requests in flight that its rate implies, by Little's law: rate x time inside.
+
+        The time is the lower bound of ``serve_cost``, so this is the least concurrency that the rate can mean.
+        """
+        workload = self.workload
+        if workload.rate is None or workload.concurrency is not None:
+            return workload
+        inside, limit = 1, 1 << 20
+        for _ in range(LITTLE_STEPS):
+            trial = replace(workload, concurrency=inside)
+            cost = serve_cost(placement, self.cluster, trial, inside, self.settings)
+            inside = min(limit, max(1, ceil(workload.rate * (cost.prefill_s + workload.osl * cost.step_s))))
+        return replace(workload, concurrency=inside)
+
+
+def plan_serve(
+    spec: ModelSpec,
+    cluster: Cluster,
+    workload: Serve,
+    profile: EngineProfile,
+    settings: ServeSettings,
+    layout: Layout | None = None,
+) -> Plan:
+    """Judge ``layout``, or choose one.
+
+    Args:
+        spec: the model.
+        cluster: where it runs.
+        workload: lengths, and how many requests at once.
+        profile: the engine.
+        settings: engine settings; open fields take the engine's defaults on this device.
+        layout: judge this one; None: search.
+    """
+    settings = resolve_settings(settings, profile, cluster, workload)
+    ctx = ServeContext(spec, cluster, workload, profile, settings)
+    pool = enumerate_serving(spec, cluster, workload, profile, ctx.budget_bytes, workload.concurrency)
+    candidates: list[Candidate] = []
+    rejected = list(pool.rejected)
+    for option in pool.layouts:
+        rules = tuple(profile.check(spec, option, cluster, workload))
+        try:
+            candidates.append(ctx.evaluate(option, rules))
+        except IllegalLayoutError as error:
+            rejected.append(Rejected(option, "illegal", str(error)))
+    works = []
+    for candidate in candidates:
+        out = too_slow(ctx, candidate) if candidate.fits else too_full(ctx, candidate)
+        if out is None:
+            works.append(candidate)
+        else:
+            rejected.append(out)
+    if layout is not None:
+        return _given(ctx, layout, works, rejected)
+    return _searched(ctx, candidates, works, rejected)
+
+
+def too_full(ctx: ServeContext, candidate: Candidate) -> Rejected:
+    """Why a counted layout does not hold the workload."""
+    worst = candidate.memory.worst
+    asked = requests_of(candidate)
+    fixed = worst.total_bytes - worst.kv_cache_bytes
+    if fixed > worst.capacity_bytes:
+        text = f"{gib(fixed)} of weights, activations and runtime a rank exceed the {gib(worst.capacity_bytes)}"
+        return Rejected(candidate.layout, "weights_do_not_fit", text + " the engine may use")
+    replica = -(-asked // candidate.layout.dp)
+    text = (
+        f"{gib(worst.kv_cache_bytes)} of KV cache for {replica:,} requests of {ctx.workload.context:,} tokens beside "
+        f"{gib(fixed)} exceed the {gib(worst.capacity_bytes)} a rank"
+    )
+    return Rejected(candidate.layout, "kv_cache_does_not_fit", text)
+
+
+def requests_of(candidate: Candidate) -> int:
+    """Requests in flight that the candidate was counted for (1 when neither concurrency nor rate is stated)."""
+    return candidate.workload.concurrency or 1 if isinstance(candidate.workload, Serve) else 1
+
+
+def too_slow(ctx: ServeContext, candidate: Candidate) -> Rejected | None:
+    """Why a layout cannot keep up with the rate, even at the peaks."""
+    rate = ctx.workload.rate
+    bound = candidate.cost.tokens_per_s / ctx.workload.osl
+    if rate is None or rate <= bound:
+        return None
+    text = f"at most {bound:,.2f} requests/s at the peaks, {rate:,.2f} are asked"
+    return Rejected(candidate.layout, "rate_too_high", text)
+
+
+def violations(ctx: ServeContext, candidate: Candidate) -> int:
+    """Targets that even the lower bounds break."""
+    w = ctx.workload
+    broken = w.tpot_s is not None and candidate.cost.step_s > w.tpot_s
+    late = w.ttft_s is not None and candidate.cost.prefill_s > w.ttft_s
+    return int(broken) + int(late)
+
+
+def rank_key(ctx: ServeContext, candidate: Candidate, best: float) -> tuple[float, ...]:
+    """Order of candidates that work: no rule to avoid, targets met, throughput (ties in steps), then simplicity."""
+    avoided = sum(rule.code in AVOIDED for rule in candidate.rules)
+    behind = 1.0 - candidate.cost.tokens_per_s / best if best else 0.0
+    layout = candidate.layout
+    idle = sum(rule.code == "devices_idle" for rule in candidate.rules)
+    return (
+        avoided - idle,
+        violations(ctx, candidate),
+        int(behind / TIE),
+        layout.world,
+        layout.pp,
+        layout.tp,
+        layout.ep,
+        behind,
+    )
+
+
+def choose(ctx: ServeContext, works: list[Candidate]) -> list[Candidate]:
+    """Candidates that work, best first."""
+    best = max((c.cost.tokens_per_s for c in works), default=0.0)
+    return sorted(works, key=lambda c: rank_key(ctx, c, best))
+
+
+def motive_of(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Motive:
+    """Why the model is split: see ``plan.Motive``."""
+    if joint_ranks(chosen) == 1:
+        return "throughput"
+    return "capacity" if facts.smallest_world > 1 else "latency"
+
+
+def _searched(ctx: ServeContext, candidates: list[Candidate], works: list[Candidate], rejected: list[Rejected]) -> Plan:
+    ordered = choose(ctx, works)
+    if not ordered:
+        return _short(ctx, candidates, rejected)
+    chosen = ordered[0]
+    facts = serve_facts(ctx, works)
+    motive = motive_of(ctx, chosen, facts)
+    return Plan(
+        kind="serve",
+        verdict=serve_verdict(ctx.spec, ctx.cluster, ctx.workload, chosen, motive),
+        motive=motive,
+        spec=ctx.spec,
+        cluster=ctx.cluster,
+        engine=ctx.profile.name,
+        workload=ctx.workload,
+        layout=chosen.layout,
+        legal=True,
+        fits=True,
+        chosen=chosen,
+        rules=chosen.rules,
+        reasons=explain_serve(ctx, chosen, facts),
+        alternatives=alternatives(ctx, ordered),
+        rejected=tuple(thin(rejected, MAX_REJECTED)),
+        settings=ctx.settings,
+    )
+
+
+def alternatives(ctx: ServeContext, ordered: list[Candidate]) -> tuple[Alternative, ...]:
+    """The runners-up, one for every (tp, pp), with what each lost by."""
+    chosen, seen, out = ordered[0], set(), []
+    seen.add((chosen.layout.tp, chosen.layout.pp))
+    for candidate in ordered[1:]:
+        key = (candidate.layout.tp, candidate.layout.pp)
+        if key in seen:
+            continue
+        seen.add(key)
+        out.append(Alternative(candidate, lost_by(chosen, candidate)))
+        if len(out) == MAX_ALTERNATIVES:
+            break
+    return tuple(out)
+
+
+def _short(ctx: ServeContext, candidates: list[Candidate], rejected: list[Rejected]) -> Plan:
+    """Nothing holds the whole workload: the layout that holds the most requests, or none at all."""
+    holding = [c for c in candidates if isinstance(c.memory, ServeMemory) and c.memory.max_requests > 0]
+    best = max(holding, key=lambda c: c.memory.max_requests, default=None)  # type: ignore[union-attr]
+    return Plan(
+        kind="serve",
+        verdict=nothing_works(ctx.spec, ctx.cluster, ctx.workload, best, ctx.budget_bytes),
+        motive="none",
+        spec=ctx.spec,
+        cluster=ctx.cluster,
+        engine=ctx.profile.name,
+        workload=ctx.workload,
+        layout=best.layout if best else None,
+        legal=best is not None,
+        fits=False,
+        chosen=best,
+        rules=best.rules if best else (),
+        reasons=explain_serve(ctx, best, serve_facts(ctx, [])) if best else (),
+        alternatives=(),
+        rejected=tuple(thin(rejected, MAX_REJECTED)),
+        settings=ctx.settings,
+    )
+
+
+def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: list[Rejected]) -> Plan:
+    rules = tuple(ctx.profile.check(ctx.spec, layout, ctx.cluster, ctx.workload))
+    broken = [r for r in rules if r.severity == "illegal"]
+    chosen = None if broken else ctx.evaluate(layout, rules)
+    fits = chosen is not None and chosen.fits
+    ordered = [c for c in choose(ctx, works) if c.layout != layout]
+    head = [chosen, *ordered] if chosen is not None and fits else ordered
+    others = alternatives(ctx, head) if chosen is not None and fits else _better(ordered)
+    return Plan(
+        kind="serve",
+        verdict=given_verdict(ctx.spec, ctx.cluster, ctx.workload, layout, broken, chosen),
+        motive="given",
+        spec=ctx.spec,
+        cluster=ctx.cluster,
+        engine=ctx.profile.name,
+        workload=ctx.workload,
+        layout=layout,
+        legal=not broken,
+        fits=fits,
+        chosen=chosen,
+        rules=rules,
+        reasons=explain_serve(ctx, chosen, serve_facts(ctx, works)) if chosen else (),
+        alternatives=others,
+        rejected=tuple(thin((r for r in rejected if r.layout != layout), MAX_REJECTED)),
+        settings=ctx.settings,
+    )
+
+
+def _better(ordered: list[Candidate]) -> tuple[Alternative, ...]:
+    """Layouts that work where the given one does not."""
+    return tuple(Alternative(c, "works, where the given layout does not") for c in ordered[:MAX_ALTERNATIVES])

@@ -1,0 +1,87 @@
+"""The first line of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.plan.candidates import bound_of
+from meshwright.plan.memory import ServeMemory
+from meshwright.plan.plan import Candidate, Motive
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.layout import Layout, product
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.rules import Rule
+from meshwright.specs.units import gib
+from meshwright.specs.workload import Serve
+
+MOTIVES = {
+    "capacity": "capacity (it does not fit on fewer)",
+    "throughput": "throughput (it fits one device; replicas make it faster)",
+    "latency": "latency (it fits one device; the split makes a token faster)",
+}
+
+
+def asked(workload: Serve) -> str:
+    """``"32 requests of 8,000 + 500 tokens"``."""
+    count = "requests" if workload.concurrency is None else f"{workload.concurrency:,} requests"
+    return f"{count} of {workload.isl:,} + {workload.osl:,} tokens"
+
+
+def serve_verdict(spec: ModelSpec, cluster: Cluster, workload: Serve, chosen: Candidate, motive: Motive) -> str:
+    """Use this layout, and the reason in a word."""
+    devices = chosen.layout.world
+    of_all = f" of {cluster.devices}" if devices != cluster.devices else ""
+    return (
+        f"fits: {product(chosen.layout)} serves {asked(workload)} of {spec.name} on {devices}{of_all} x "
+        f"{cluster.device.name}; reason: {MOTIVES.get(motive, motive)}"
+    )
+
+
+def given_verdict(
+    spec: ModelSpec,
+    cluster: Cluster,
+    workload: Serve,
+    layout: Layout,
+    broken: Sequence[Rule],
+    chosen: Candidate | None,
+) -> str:
+    """Verdict on a layout that the user stated."""
+    if broken:
+        where = f" ({broken[0].where})" if broken[0].where else ""
+        return f"illegal: {broken[0].message}{where}"
+    assert chosen is not None
+    worst = chosen.memory.worst
+    left = worst.capacity_bytes - worst.total_bytes
+    if chosen.fits:
+        return (
+            f"fits: {product(layout)} holds {asked(workload)} of {spec.name}, {gib(left)} left on the fullest rank of "
+            f"{gib(worst.capacity_bytes)}"
+        )
+    return f"does not fit: {product(layout)}, {shortage(workload, chosen)}"
+
+
+def shortage(workload: Serve, candidate: Candidate) -> str:
+    """What is missing on the fullest rank, and how much of the workload fits."""
+    worst = candidate.memory.worst
+    text = f"rank {worst.rank} needs {gib(worst.total_bytes)} of the {gib(worst.capacity_bytes)} the engine may use"
+    if isinstance(candidate.memory, ServeMemory) and candidate.memory.max_requests > 0:
+        text += f"; {candidate.memory.max_requests:,} of {workload.concurrency or 1:,} requests fit at a time"
+    elif isinstance(candidate.memory, ServeMemory) and candidate.memory.longest_context > 0:
+        text += f"; the longest request that fits has {candidate.memory.longest_context:,} tokens"
+    return text
+
+
+def nothing_works(
+    spec: ModelSpec, cluster: Cluster, workload: Serve, best: Candidate | None, budget_bytes: float
+) -> str:
+    """No layout holds the workload; the best one if one holds a part of it, else the smallest cluster."""
+    if best is not None:
+        return f"does not fit in full: best is {product(best.layout)}, {shortage(workload, best)}"
+    bound = bound_of(spec)
+    total = bound.dense_bytes + bound.expert_bytes
+    least = -(-total // max(1, int(budget_bytes)))
+    return (
+        f"does not fit: {gib(total)} of weights of {spec.name} need at least {least} x {cluster.device.name} "
+        f"({gib(budget_bytes)} each for the engine), the cluster has {cluster.devices}; add devices, or a quantized "
+        "checkpoint"
+    )
