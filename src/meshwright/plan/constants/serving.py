@@ -120,7 +120,7 @@ def engine_memory(engine: str, version: str) -> EngineMemory:
         pipeline_hidden_copies=raw["pipeline_hidden_copies"],
         vision_tokens=raw["vision_tokens"],
         vision_copies=raw["vision_copies"],
-        moe_chunk_tokens=raw["moe_chunk_tokens"],
+        moe_chunk_tokens=now["moe_chunk_tokens"],
         mla_context_tokens=raw["mla_context_tokens"],
         graph_bytes=int(raw["graph_mib"] * MIB),
         graph_layer_bytes=int(raw["graph_layer_mib"] * MIB),
