@@ -127,14 +127,15 @@ def _rank_forward(placement: Placement, c: Context, rank_class: RankClass, own: 
 
 def embedding_ops(c: Context, ends: Sequence[Shard]) -> list[Op]:
     """Look-up of T rows; cut over the vocabulary each rank finds some and the sum over tp completes them."""
-    table = next((s for s in ends if s.family.role == "embedding" and _has(s, "vocab")), None)
+    table = next((s for s in ends if s.family.role == "embedding" and has_label(s, "vocab")), None)
     shape = (c.tokens, c.hidden)
     moved = 2 * c.tokens * c.hidden * DTYPE_BYTES[c.dtype]
     ops = [compute("embedding", "embedding", (shape,), c.dtype, moved, 0)]
     return ops + c.leave("embedding", table is not None and table.shape[0] < table.family.shape[0])
 
 
-def _has(shard: Shard, label: str) -> bool:
+def has_label(shard: Shard, label: str) -> bool:
+    """Whether some dimension of the shard is counted in units of ``label``."""
     return any(s.label == label for dim in shard.family.dims for s in dim)
 
 
@@ -159,7 +160,7 @@ def head_product(placement: Placement, ends: Sequence[Shard]) -> Product | None:
     heads = [s for s in ends if s.family.role == "head"]
     if any(s.family.part == "weight" for s in heads):
         return next((p for p in products_of(heads, placement)), None)
-    table = next((s for s in ends if s.family.role == "embedding" and _has(s, "vocab")), None)
+    table = next((s for s in ends if s.family.role == "embedding" and has_label(s, "vocab")), None)
     if table is None:
         return None
     rows, cut = table.shape[0], table.shape[0] < table.family.shape[0]
