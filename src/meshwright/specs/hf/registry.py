@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from meshwright.specs.hf.fields import Fields
+from meshwright.specs.hf.hybrid_index import HYBRID_MODULES
 from meshwright.specs.model import Layer
 from meshwright.specs.tensors import TensorFamily
 
@@ -258,6 +259,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "cohere2_moe",
     ),
     "step3": ("Step3p5ForCausalLM", "Step3p7FlashForCausalLM", "step3p5", "step3p7_text"),
+    **HYBRID_MODULES,
 }
 
 
