@@ -339,7 +339,7 @@ class _Step:
         table = next((s for s in self.held.ends if s.family.role == "embedding" and has_label(s, "vocab")), None)
         if table is None:
             return []
-        return collective("all_reduce", "tied embedding", "embedding", 2, table.shape, self.train.grad_dtype)
+        return collective("all_reduce", "tied embedding", "pp", 2, table.shape, self.train.grad_dtype)
 
     def _norm_gradients(self, own: list[Chunk]) -> list[Op]:
         """With sequence parallelism each tp rank sees part of the tokens, so norm gradients are summed over tp."""
