@@ -17,7 +17,7 @@ from math import log2
 
 from meshwright.ledger.schema import Holding
 from meshwright.plan.constants.serving import EngineMemory
-from meshwright.plan.loading import compute_dtype, expert_inner
+from meshwright.plan.loading import compute_dtype, expert_inner, is_mxfp4
 from meshwright.specs.cluster import Cluster, Device
 from meshwright.specs.dtypes import size_bytes
 from meshwright.specs.model import Attention, Layer
@@ -102,8 +102,7 @@ def _sampler_peak(
     spec = placement.spec
     logits = int(seqs * spec.vocab * (width + constants.sampler_bytes))
     kept = 0
-    packed = spec.quantization is not None and spec.quantization.method == "mxfp4"
-    if constants.workspace_kept and not packed:
+    if constants.workspace_kept and not is_mxfp4(spec):
         kept = max(
             (expert_workspace(placement, spec.layers[i], tokens, width, constants) for i in stage.layers), default=0
         )

@@ -25,11 +25,14 @@ _COMPUTE = ("bf16", "f16")
 #: Roles whose linear layers are quantized at load time (vLLM ``--quantization fp8``).
 _QUANTIZED_ROLES = frozenset({"attention", "mlp", "expert", "shared_expert", "recurrent"})
 #: Expert sizes that MXFP4 kernels round up to: (inner, hidden) of a rank (vLLM 0.33
-#: ``fused_moe/oracle/mxfp4.py``). The Triton kernel of Hopper keeps the sizes and pads the packed input dimension of
+#: ``fused_moe/oracle/mxfp4.py``), and the least inner size (C152: 96 columns are held as 256). The Triton kernel of Hopper keeps the sizes and pads the packed input dimension of
 #: both matrices in memory (gpt-oss-20b loads 13.47 GiB, gpt-oss-120b 64.38 on TP1).
 _MARLIN_TILES = (128, 256)
 _BLACKWELL_TILES = (256, 256)
 _TRITON_INPUT = 256
+_LEAST_INNER = 256
+#: How packed values and their scales are stored.
+_MXFP4_STORED = frozenset({"u8", "i8", "f8_e8m0"})
 
 
 def sections(settings: ServeSettings) -> tuple[Section, ...]:
@@ -62,8 +65,19 @@ def mxfp4_factors(
         up, down = Fraction(_up(hidden, _TRITON_INPUT), hidden), Fraction(_up(inner, _TRITON_INPUT), inner)
         return up, down
     tiles = _BLACKWELL_TILES if device.capability.startswith("10.") else _MARLIN_TILES
-    both = Fraction(_up(inner, tiles[0]) * _up(hidden, tiles[1]), inner * hidden)
+    padded = max(_up(inner, tiles[0]), _LEAST_INNER)
+    both = Fraction(padded * _up(hidden, tiles[1]), inner * hidden)
     return both, both
+
+
+def is_mxfp4(spec: ModelSpec) -> bool:
+    """Whether the experts are stored as four-bit floats with one byte of scale a 32 (whatever the file calls it)."""
+    q = spec.quantization
+    if q is None or q.weight_bits != 4 or q.group != 32:
+        return False
+    return q.method == "mxfp4" or any(
+        f.role == "expert" and f.part == "scale" and f.dtype in _MXFP4_STORED for f in spec.families
+    )
 
 
 def expert_inner(placement: Placement, moe: Moe) -> int:
@@ -81,12 +95,11 @@ def _padding_factor(shard: Shard, placement: Placement, device: Device, hopper: 
     """Growth of one shard by the kernel's tiles; 1 for all but MXFP4 experts."""
     spec = placement.spec
     moe = spec.moe
-    if shard.family.role != "expert" or moe is None or spec.quantization is None:
-        return Fraction(1)
-    if spec.quantization.method != "mxfp4" or shard.family.part not in {"weight", "scale"}:
+    family = shard.family
+    if family.role != "expert" or moe is None or not is_mxfp4(spec) or family.dtype not in _MXFP4_STORED:
         return Fraction(1)
     up, down = mxfp4_factors(spec, moe, expert_inner(placement, moe), device, hopper)
-    return down if shard.family.op == "down" else up
+    return down if family.op == "down" else up
 
 
 def _is_linear(shard: Shard) -> bool:
