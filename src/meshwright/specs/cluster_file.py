@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -58,20 +59,25 @@ def read_cluster_file(path: str) -> Cluster:
     Raises:
         InputError: the file cannot be read, is no TOML, is larger than 64 KiB, or states something impossible.
     """
-    file = Path(path).expanduser()
+    file = Path(path)
+    if path.startswith("~"):
+        with suppress(RuntimeError):
+            file = file.expanduser()
+    if not file.is_file():
+        raise InputError(f"cluster file {path[:200]!r}: no such file")
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise InputError(f"cluster file {path[:200]}: cannot be read ({error.strerror or error})") from None
+        raise InputError(f"cluster file {path[:200]!r}: cannot be read ({error.strerror or error})") from None
     if len(data) > MAX_FILE_BYTES:
-        raise InputError(f"cluster file {path[:200]}: larger than {MAX_FILE_BYTES} bytes")
+        raise InputError(f"cluster file {path[:200]!r}: larger than {MAX_FILE_BYTES} bytes")
     try:
         return cluster_from_toml(data.decode("utf-8"))
     except InputError as error:
-        raise InputError(f"cluster file {path[:200]}: {error}") from None
+        raise InputError(f"cluster file {path[:200]!r}: {error}") from None
     except UnicodeDecodeError:
-        raise InputError(f"cluster file {path[:200]}: not UTF-8 text") from None
+        raise InputError(f"cluster file {path[:200]!r}: not UTF-8 text") from None
 
 
 def cluster_from_toml(text: str) -> Cluster:

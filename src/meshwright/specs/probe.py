@@ -32,9 +32,13 @@ class Probe:
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
+    def installed(self, program: str) -> bool:
+        """Whether a program is on the path."""
+        return which(program, path=self.environ.get("PATH")) is not None
+
     def run(self, command: Sequence[str]) -> str | None:
         """Standard output of ``command``; None when it is not installed, fails, or takes more than 5 seconds."""
-        program = which(command[0])
+        program = which(command[0], path=self.environ.get("PATH"))
         if program is None:
             return None
         try:
@@ -48,17 +52,17 @@ class Probe:
             )
         except OSError:
             return None
+        assert process.stdout is not None
         timer = Timer(TIMEOUT_S, _kill, (process,))
         timer.start()
         try:
-            assert process.stdout is not None
             data = process.stdout.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:
                 _kill(process)
             code = process.wait()
         finally:
             timer.cancel()
-            process.stdout.close() if process.stdout else None
+            process.stdout.close()
         return data[:MAX_BYTES].decode("utf-8", "replace") if code == 0 else None
 
     def read(self, path: str) -> str | None:
