@@ -61,7 +61,7 @@ def _emit(result: Plan, out: _Output) -> None:
 
     needs_ledger = out.ledger or out.save_ledger is not None or out.html is not None
     ledger = fill_ledger(result) if needs_ledger and result.chosen is not None else None
-    rows = strategies(result.spec, result.cluster, result.workload, result.engine) if out.strategies else None
+    rows = strategies(result) if out.strategies else None
     if out.save_ledger is not None:
         from meshwright.ledger import store
 

@@ -66,28 +66,58 @@ class Tally:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a group is wired: link, members, members on the node of the rank, whether it spans nodes."""
+
+    link: Link
+    members: int
+    near: int
+    across: bool
+
+
 class Links:
     """Which link a group uses: the one between nodes as soon as its ranks lie on more than one."""
 
     def __init__(self, placement: Placement, cluster: Cluster, coordinate: Coordinate) -> None:
         self.placement, self.cluster, self.coordinate = placement, cluster, coordinate
-        self._known: dict[str, tuple[Link, int]] = {}
+        self._known: dict[str, Way] = {}
 
-    def of(self, group: str) -> tuple[Link, int]:
-        """Link and number of members of the group of an axis."""
+    def of(self, group: str) -> Way:
+        """Wiring of the group of an axis (``dp_shard`` counts as ``dp``)."""
+        if group == "world":
+            world, node = self.placement.layout.world, self.cluster.devices_per_node
+            link = self.cluster.inter if world > node else self.cluster.intra
+            return Way(link, world, min(world, node), world > node)
         if group not in self._known:
-            ranks = self.placement.group(group, self.coordinate)
-            across = self.cluster.node_of(ranks[0]) != self.cluster.node_of(ranks[-1])
-            self._known[group] = (self.cluster.inter if across else self.cluster.intra, len(ranks))
+            ranks = self.placement.group(group.removesuffix("_shard").removesuffix("_replicate"), self.coordinate)
+            node = self.cluster.node_of(self.placement.rank(self.coordinate))
+            near = sum(self.cluster.node_of(r) == node for r in ranks)
+            across = near < len(ranks)
+            self._known[group] = Way(self.cluster.inter if across else self.cluster.intra, len(ranks), near, across)
         return self._known[group]
+
+    def bandwidth(self, op: str, way: Way) -> float:
+        """Bytes a second that one rank of the group can send.
+
+        A ring that visits a node's ranks one after the other leaves the node once a turn, so the group has the
+        network ports of all its ranks on the node: ``near x port``, capped by the link inside (measured:
+        MosaicML and H100 weak scaling, see bench/score.py). Direct sends have the rank's own port.
+        """
+        link = way.link
+        port = link.bandwidth_bytes_s / (self.cluster.devices_per_node if link.per == "node" else 1)
+        if not way.across or op in {"send", "recv"}:
+            return port
+        if op == "all_to_all":
+            return port * (way.members - 1) / (way.members - way.near)
+        return min(port * way.near, self.cluster.intra.bandwidth_bytes_s) if way.near > 1 else port
 
     def seconds(self, op: Op) -> float:
         """Least time of a collective or hand-off."""
         assert op.group is not None
-        link, members = self.of(op.group)
-        share = self.cluster.devices_per_node if link.per == "node" else 1
-        steps = 1 if op.op in {"send", "recv"} else ceil(log2(max(2, members)))
-        return op.wire * share / link.bandwidth_bytes_s + steps * link.latency_s
+        way = self.of(op.group)
+        steps = 1 if op.op in {"send", "recv"} else ceil(log2(max(2, way.members)))
+        return op.wire / self.bandwidth(op.op, way) + steps * way.link.latency_s
 
 
 def tally(ops: Iterable[Op], device: Device, links: Links) -> Tally:

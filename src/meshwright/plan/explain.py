@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.plan.kv import CacheRules, cache_plan
-from meshwright.plan.memory import ServeMemory
 from meshwright.plan.plan import Candidate, Reason
-from meshwright.specs.layout import product
 from meshwright.specs.units import GIB, binary, gib
 
 if TYPE_CHECKING:
@@ -89,9 +87,11 @@ def _split_reason(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Re
         "device_gib": device / GIB,
         "node_gib": node / GIB,
     }
+    digits = 0 if facts.cache_bytes >= GIB else 2
+    count = "one request" if facts.requests == 1 else f"{facts.requests:,} requests"
     whole = (
-        f"{gib(facts.weights_bytes, 0)} of weights and {gib(facts.cache_bytes, 0)} of KV cache for {facts.requests:,} "
-        f"requests of {workload.context:,} tokens"
+        f"{gib(facts.weights_bytes, 0 if facts.weights_bytes >= 10 * GIB else 1)} of weights and "
+        f"{gib(facts.cache_bytes, digits)} of KV cache for {count} of {workload.context:,} tokens"
     )
     ranks = joint_ranks(chosen)
     if ranks > cluster.devices_per_node and facts.weights_bytes + facts.cache_bytes > node:
@@ -190,21 +190,24 @@ def _bound_reason(ctx: ServeContext, chosen: Candidate) -> Reason:
 
 
 def lost_by(chosen: Candidate, other: Candidate) -> str:
-    """One clause: what the runner-up lost by."""
+    """One clause: how the other layout compares with the chosen (or given) one."""
     a, b = chosen.cost, other.cost
     parts = []
-    if isinstance(other.memory, ServeMemory) and any(r.code == "tp_crosses_node" for r in other.rules):
+    if any(r.code == "tp_crosses_node" for r in other.rules):
         parts.append("TP crosses nodes")
-    if b.tokens_per_s < a.tokens_per_s:
-        parts.append(f"{1 - b.tokens_per_s / a.tokens_per_s:.0%} fewer tokens/s at the peaks")
+    ratio = b.tokens_per_s / a.tokens_per_s if a.tokens_per_s else 1.0
+    if ratio <= 0.995:
+        parts.append(f"{1 - ratio:.0%} fewer tokens/s at the peaks")
+        if b.wire_bytes > a.wire_bytes * 1.2:
+            parts.append(f"{binary(b.wire_bytes)} on the links a step instead of {binary(a.wire_bytes)}")
+        elif b.bytes_read > a.bytes_read * 1.1:
+            parts.append(f"{binary(b.bytes_read)} of memory traffic a step instead of {binary(a.bytes_read)}")
+    elif ratio >= 1.005:
+        parts.append(f"{ratio - 1:.0%} more tokens/s at the peaks")
     if other.layout.world > chosen.layout.world:
         parts.append(f"{other.layout.world} devices instead of {chosen.layout.world}")
-    if b.wire_bytes > a.wire_bytes * 1.2:
-        parts.append(f"{binary(b.wire_bytes)} on the links a step instead of {binary(a.wire_bytes)}")
-    elif b.bytes_read > a.bytes_read * 1.1:
-        parts.append(f"{binary(b.bytes_read)} of memory traffic a step instead of {binary(a.bytes_read)}")
     if b.bubble > a.bubble + 0.01:
         parts.append(f"bubble {b.bubble:.0%} instead of {a.bubble:.0%}")
     if not parts:
-        parts.append(f"more parts for the same ({product(other.layout)})")
+        parts.append("the same tokens/s at the peaks from a deeper split")
     return ", ".join(parts)

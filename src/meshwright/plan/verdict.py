@@ -12,7 +12,7 @@ from meshwright.specs.layout import Layout, product
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.rules import Rule
 from meshwright.specs.units import gib
-from meshwright.specs.workload import Serve
+from meshwright.specs.workload import Serve, Train
 
 MOTIVES = {
     "capacity": "capacity (it does not fit on fewer)",
@@ -84,4 +84,38 @@ def nothing_works(
         f"does not fit: {gib(total)} of weights of {spec.name} need at least {least} x {cluster.device.name} "
         f"({gib(budget_bytes)} each for the engine), the cluster has {cluster.devices}; add devices, or a quantized "
         "checkpoint"
+    )
+
+
+def train_verdict(spec: ModelSpec, cluster: Cluster, work: Train, chosen: Candidate) -> str:
+    """Use this layout for training."""
+    worst = chosen.memory.worst
+    recompute = "" if work.recompute == "none" else f", {work.recompute} recompute"
+    return (
+        f"fits: {product(chosen.layout)}{recompute} trains {spec.name} on {cluster.devices} x {cluster.device.name}; "
+        f"the fullest rank takes {gib(worst.total_bytes)} of {gib(worst.capacity_bytes)}"
+    )
+
+
+def given_training(spec: ModelSpec, layout: Layout, broken: Sequence[Rule], chosen: Candidate | None) -> str:
+    """Verdict on a training layout that the user stated."""
+    if broken:
+        where = f" ({broken[0].where})" if broken[0].where else ""
+        return f"illegal: {broken[0].message}{where}"
+    assert chosen is not None
+    worst = chosen.memory.worst
+    word = "fits" if chosen.fits else "does not fit"
+    return (
+        f"{word}: {product(layout)} training {spec.name}, rank {worst.rank} takes {gib(worst.total_bytes)} of "
+        f"{gib(worst.capacity_bytes)}"
+    )
+
+
+def no_training(spec: ModelSpec, cluster: Cluster, state_bytes: int) -> str:
+    """No layout of the whole cluster fits."""
+    total = spec.parameters("decoder") * state_bytes
+    return (
+        f"does not fit: {gib(total)} of weights, gradients and optimizer state of {spec.name}, or its activations, "
+        f"exceed {cluster.devices} x {gib(cluster.device.memory_bytes)} under every legal layout; add devices, shorten "
+        "the sequence, or offload"
     )

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from meshwright.ledger.schema import Ledger
 from meshwright.plan.memory import RankMemory, ServeMemory
 from meshwright.plan.plan import Alternative, Candidate, Plan
 from meshwright.specs.layout import product
 from meshwright.specs.units import GIB, binary, gib
 
+if TYPE_CHECKING:
+    from meshwright.plan.strategies import StrategyRow
+
 #: Rows of the memory table; the rest is summarised in a line.
 MAX_ROWS = 12
 
 
-def console() -> Console:
+def console(*, wide: bool = False) -> Console:
     """Standard output, wide enough for tables when it is not a terminal."""
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=False)
+    width = None if sys.stdout.isatty() else 170 if wide else 120
+    return Console(width=width, highlight=False, soft_wrap=False)
 
 
 def table(*columns: str, title: str | None = None) -> Table:
@@ -136,3 +142,34 @@ def _show_commands(plan: Plan, out: Console) -> None:
         out.print(escape(f"# {where}, {command.purpose}{note}"), style="dim", soft_wrap=True)
         env = "".join(f"{key}={value} " for key, value in command.env)
         out.print(escape(env + command.text), soft_wrap=True)
+
+
+def _print_rows(out: Console, head: Sequence[str], rows: Iterable[Sequence[str]], left: Iterable[int]) -> None:
+    made = table(*head)
+    for index in left:
+        made.columns[index].justify = "left"
+    for column in made.columns:
+        column.no_wrap = False
+    for row in rows:
+        made.add_row(*(escape(cell) for cell in row))
+    out.print(made)
+
+
+def show_ledger(ledger: Ledger, phase: str | None, out: Console | None = None) -> None:
+    """Print the counted ledger of the first rank class: totals, then by layer."""
+    from meshwright.report.tables import first_class, ledger_rows, total_rows
+
+    out = out or console(wide=True)
+    out.print(f"\n[bold]Ledger[/bold] of the {escape(first_class(ledger))}; counted, not timed")
+    _print_rows(out, *total_rows(ledger, phase), left=(1,))
+    out.print()
+    _print_rows(out, *ledger_rows(ledger, phase), left=(1, 2, 3, 4, 6, 7))
+
+
+def show_strategies(rows: Sequence[StrategyRow], out: Console | None = None) -> None:
+    """Print what each strategy cuts, sends and where it belongs."""
+    from meshwright.report.tables import strategy_rows
+
+    out = out or console(wide=True)
+    out.print("\n[bold]Strategies[/bold] for this model and cluster, counted by the ledger")
+    _print_rows(out, *strategy_rows(rows), left=(1, 2, 5))

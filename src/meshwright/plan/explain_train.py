@@ -1,0 +1,93 @@
+"""Why this training layout: sentences with their numbers."""
+
+from __future__ import annotations
+
+from meshwright.plan.plan import Candidate, Reason
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.units import GIB, binary, gib
+from meshwright.specs.workload import Train
+
+STATES = {
+    0: "every data-parallel rank holds parameters, gradients and optimizer state whole",
+    1: "optimizer state is spread over the data-parallel ranks, parameters and gradients are whole",
+    2: "gradients and optimizer state are spread over the data-parallel ranks, parameters are whole",
+    3: "parameters, gradients and optimizer state are spread; each layer is gathered just before it runs",
+}
+
+
+def explain_train(spec: ModelSpec, cluster: Cluster, work: Train, chosen: Candidate) -> tuple[Reason, ...]:
+    """Reasons of the chosen (or given) layout, most important first."""
+    layout = chosen.layout
+    out = [_capacity(spec, cluster, work, chosen)]
+    if layout.tp > 1:
+        inside = layout.tp <= cluster.devices_per_node
+        way = f"inside the node ({cluster.intra.name})" if inside else f"across nodes ({cluster.inter.name})"
+        text = f"TP {layout.tp} {way}: activations are exchanged twice a layer forward and twice backward"
+        if layout.sp:
+            text += "; sequence parallel norms keep 1/tp of the activations between the blocks"
+        out.append(Reason("tp_inside_node" if inside else "tp_across_nodes", text, {"tp": float(layout.tp)}))
+    if layout.pp > 1:
+        out.append(_pipeline(spec, work, chosen))
+    if layout.dp > 1:
+        text = f"DP {layout.dp}, ZeRO-{layout.zero}: {STATES[layout.zero]}"
+        out.append(Reason("zero", text, {"dp": float(layout.dp), "zero": float(layout.zero)}))
+    if layout.cp > 1:
+        text = f"CP {layout.cp} splits the {work.seq:,} tokens of a sequence, so each rank keeps 1/{layout.cp} of them"
+        out.append(Reason("context_parallel", text, {"cp": float(layout.cp)}))
+    if spec.moe is not None and layout.ep > 1:
+        text = (
+            f"EP {layout.ep}: {-(-spec.moe.experts // layout.ep)} of {spec.moe.experts} experts a rank, tokens travel to "
+            "their experts and back, forward and backward"
+        )
+        out.append(Reason("experts_parallel", text, {"ep": float(layout.ep)}))
+    if work.recompute != "none":
+        text = f"{work.recompute} recompute: without it the activations of the fullest rank do not fit beside the rest"
+        out.append(Reason("recompute", text, {}))
+    out.append(_bound(cluster, work, chosen))
+    return tuple(out)
+
+
+def _capacity(spec: ModelSpec, cluster: Cluster, work: Train, chosen: Candidate) -> Reason:
+    parameters = spec.parameters("decoder")
+    states = parameters * state_bytes(work)
+    device = cluster.device.memory_bytes
+    text = (
+        f"{parameters / 1e9:,.2f} B parameters need {gib(states, 0)} of weights, gradients and optimizer state "
+        f"({state_bytes(work)} bytes each), a device has {gib(device)}"
+    )
+    numbers = {"parameters": float(parameters), "states_gib": states / GIB, "device_gib": device / GIB}
+    if states > device:
+        return Reason("capacity", f"capacity: {text}: they must be split or spread", numbers)
+    return Reason("throughput", f"throughput: {text}: it fits one device, more devices make it faster", numbers)
+
+
+def state_bytes(work: Train) -> int:
+    """Bytes of one parameter with its gradient and optimizer state, unsharded."""
+    size = {"bf16": 2, "f16": 2, "f32": 4}
+    moments = {"adamw": 2, "sgd": 1, "muon": 1}[work.optimizer]
+    master = 4 if work.master_weights and work.param_dtype != "f32" else 0
+    return size[work.param_dtype] + size[work.grad_dtype] + master + moments * size[work.state_dtype]
+
+
+def _pipeline(spec: ModelSpec, work: Train, chosen: Candidate) -> Reason:
+    layout = chosen.layout
+    m = work.global_batch // (layout.dp * layout.micro_batch)
+    sizes = sorted({len(s.layers) for s in chosen.placement.stages})
+    layers = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    handed = layout.micro_batch * work.seq * spec.hidden * 2
+    text = (
+        f"PP {layout.pp} hands {binary(handed)} a micro-batch over each boundary; {m:,} micro-batches leave a bubble of "
+        f"{chosen.cost.bubble:.1%} = (p-1)/({'v m' if layout.virtual > 1 else 'm'}+p-1); {layers} layers a stage"
+    )
+    return Reason("pipeline", text, {"bubble": chosen.cost.bubble, "micro_batches": float(m)})
+
+
+def _bound(cluster: Cluster, work: Train, chosen: Candidate) -> Reason:
+    cost = chosen.cost
+    text = (
+        f"a step of {work.global_batch:,} x {work.seq:,} tokens takes at least {cost.step_s:,.3g} s at the peaks of "
+        f"device and links ({cost.wire_share:.0%} on links, {cost.bubble:.1%} bubble); layouts are ranked by these "
+        "counts, not by a time prediction"
+    )
+    return Reason("bound", text, {"step_lower_bound_s": cost.step_s})

@@ -1,0 +1,289 @@
+"""``plan train``: evaluate, search, choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.errors import IllegalLayoutError
+from meshwright.plan.candidates import bound_of, thin
+from meshwright.plan.explain import lost_by
+from meshwright.plan.explain_train import explain_train
+from meshwright.plan.plan import Alternative, Candidate, Motive, Plan, Rejected
+from meshwright.plan.train_cost import train_cost
+from meshwright.plan.train_engine import TrainEngine
+from meshwright.plan.train_memory import train_memory
+from meshwright.plan.verdict import given_training, no_training, train_verdict
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.layout import Layout
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.placement import place
+from meshwright.specs.profile import EngineProfile
+from meshwright.specs.rules import Rule
+from meshwright.specs.units import gib
+from meshwright.specs.workload import Recompute, Train
+
+#: Modes from the cheapest to the one that keeps least.
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+#: Sequences from which context parallelism is tried even if the model fits without.
+LONG_SEQUENCE = 32_768
+#: Layouts that are counted in full, most promising first; and those whose memory alone is counted.
+MAX_COSTED = 16
+MAX_COUNTED = 48
+TIE = 0.02
+MAX_ALTERNATIVES = 4
+MAX_REJECTED = 8
+#: Bytes a parameter of plain mixed-precision AdamW: bf16 weight, fp32 gradient, fp32 master copy and two moments
+#: (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1, with the gradient in fp32).
+STATE_BYTES = 18
+
+
+@dataclass(frozen=True, slots=True)
+class TrainContext:
+    """What every candidate of one search shares."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    work: Train
+    profile: EngineProfile
+    engine: TrainEngine
+    recompute_fixed: bool
+
+    def evaluate(self, layout: Layout, work: Train, rules: tuple[Rule, ...] = ()) -> Candidate:
+        """Place, count the memory of every stage, bound the cost.
+
+        Raises:
+            IllegalLayoutError: the engine refuses the layout.
+        """
+        placement = place(self.spec, layout, self.profile, sections=("decoder", "vision"))
+        memory = train_memory(self.spec, layout, self.cluster, work, self.engine)
+        return Candidate(layout, placement, memory, train_cost(placement, self.cluster, work), rules, work)
+
+
+def plan_train(
+    spec: ModelSpec,
+    cluster: Cluster,
+    work: Train,
+    profile: EngineProfile,
+    engine: TrainEngine,
+    layout: Layout | None = None,
+    *,
+    recompute_fixed: bool = False,
+) -> Plan:
+    """Judge ``layout``, or choose one that uses the whole cluster.
+
+    Args:
+        spec, cluster, work, profile: as stated.
+        engine: what memory depends on (kernels, buffers, loss).
+        layout: judge this one; None: search.
+        recompute_fixed: keep ``work.recompute``; else the least recompute that fits is taken.
+    """
+    ctx = TrainContext(spec, cluster, work, profile, engine, recompute_fixed)
+    works, rejected = _search(ctx)
+    if layout is not None:
+        return _given(ctx, layout, works, rejected)
+    if not works:
+        return _nothing(ctx, rejected)
+    chosen = ctx.evaluate(works[0].layout, _train_of(works[0]), works[0].rules)
+    return Plan(
+        kind="train",
+        verdict=train_verdict(spec, cluster, _train_of(chosen), chosen),
+        motive=motive_of(ctx, chosen.layout),
+        spec=spec,
+        cluster=cluster,
+        engine=profile.name,
+        workload=_train_of(chosen),
+        layout=chosen.layout,
+        legal=True,
+        fits=True,
+        chosen=chosen,
+        rules=chosen.rules,
+        reasons=explain_train(spec, cluster, _train_of(chosen), chosen),
+        alternatives=alternatives(chosen, works[1:]),
+        rejected=tuple(thin(rejected, MAX_REJECTED)),
+    )
+
+
+def _train_of(candidate: Candidate) -> Train:
+    assert isinstance(candidate.workload, Train)
+    return candidate.workload
+
+
+def motive_of(ctx: TrainContext, layout: Layout) -> Motive:
+    """Capacity when parameters, gradients and optimizer state exceed one device, else throughput."""
+    if ctx.spec.parameters("decoder") * STATE_BYTES > ctx.cluster.device.memory_bytes:
+        return "capacity"
+    return "throughput"
+
+
+def _powers(limit: int) -> Iterator[int]:
+    value = 1
+    while value <= limit:
+        yield value
+        value *= 2
+
+
+def training_layouts(spec: ModelSpec, cluster: Cluster, work: Train) -> Iterator[Layout]:
+    """Layouts of the whole cluster: TP inside a node, PP a divisor, CP for long sequences, EP where experts are."""
+    world, node = cluster.devices, cluster.devices_per_node
+    for tp in (t for t in _powers(node) if node % t == 0):
+        for pp in (p for p in range(1, min(len(spec.layers), world // tp, 64) + 1) if world % (tp * p) == 0):
+            rest = world // (tp * pp)
+            for cp in (c for c in _powers(16 if work.seq >= LONG_SEQUENCE else 1) if rest % c == 0):
+                dp = rest // cp
+                if work.global_batch % dp:
+                    continue
+                for ep in _expert_degrees(spec, dp * cp):
+                    for zero in (1, 3) if dp * cp > 1 else (0,):
+                        yield Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, sp=tp > 1)
+
+
+def _expert_degrees(spec: ModelSpec, ranks: int) -> list[int]:
+    moe = spec.moe
+    if moe is None:
+        return [1]
+    return [e for e in (1, 4, 8, 16, 32, 64) if ranks % e == 0 and e <= moe.experts]
+
+
+def state_bound(ctx: TrainContext, layout: Layout) -> float:
+    """Least bytes of parameters, gradients and optimizer state on the fullest rank, shares at best equal."""
+    bound = bound_of(ctx.spec)
+    width = 2.0
+    sharded = layout.dp * layout.cp
+    parameters = (
+        bound.dense_bytes / width / layout.tp + bound.expert_bytes / width / max(layout.tp, layout.ep)
+    ) / layout.pp
+    kept = 6.0 if layout.zero < 3 else 6.0 / sharded
+    return parameters * (kept + 12.0 / (sharded if layout.zero else 1))
+
+
+def promise(layout: Layout) -> tuple[float, ...]:
+    """Order in which layouts are counted: few cuts of the model, since each costs traffic or a bubble."""
+    return (layout.tp * layout.pp * layout.cp, layout.zero == 3, layout.pp, layout.tp, layout.ep)
+
+
+def _search(ctx: TrainContext) -> tuple[list[Candidate], list[Rejected]]:
+    """Candidates that fit, best first, and what was refused."""
+    rejected: list[Rejected] = []
+    legal: list[tuple[Layout, tuple[Rule, ...]]] = []
+    for layout in training_layouts(ctx.spec, ctx.cluster, ctx.work):
+        rules = tuple(ctx.profile.check(ctx.spec, layout, ctx.cluster, ctx.work))
+        broken = next((r for r in rules if r.severity == "illegal"), None)
+        if broken is not None:
+            rejected.append(Rejected(layout, broken.code, broken.message))
+        elif (least := state_bound(ctx, layout)) > ctx.cluster.device.memory_bytes:
+            text = (
+                f"parameters, gradients and optimizer state take at least {gib(least)} a rank of "
+                f"{gib(ctx.cluster.device.memory_bytes)}"
+            )
+            rejected.append(Rejected(layout, "states_do_not_fit", text))
+        else:
+            legal.append((layout, rules))
+    legal.sort(key=lambda item: promise(item[0]))
+    works: list[Candidate] = []
+    for layout, rules in legal[:MAX_COUNTED]:
+        if len(works) >= MAX_COSTED:
+            break
+        found = _least_recompute(ctx, layout, rules)
+        if isinstance(found, Candidate):
+            works.append(found)
+        else:
+            rejected.append(found)
+    best = max((c.cost.tokens_per_s for c in works), default=0.0)
+    works.sort(key=lambda c: rank_key(c, best))
+    return works, rejected
+
+
+def _least_recompute(ctx: TrainContext, layout: Layout, rules: tuple[Rule, ...]) -> Candidate | Rejected:
+    """The layout with the least recompute that fits."""
+    try:
+        placement = place(ctx.spec, layout, ctx.profile, sections=("decoder", "vision"))
+    except IllegalLayoutError as error:
+        return Rejected(layout, "illegal", str(error))
+    modes = (ctx.work.recompute,) if ctx.recompute_fixed else RECOMPUTE
+    for mode in modes:
+        work = replace(ctx.work, recompute=mode)
+        memory = train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine)
+        if memory.fits:
+            stages = {0, len(placement.stages) // 2, len(placement.stages) - 1}
+            few = replace(placement, classes=tuple(c for c in placement.classes if c.coordinate.pp in stages))
+            return Candidate(layout, placement, memory, train_cost(few, ctx.cluster, work), rules, work)
+    worst = memory.worst
+    text = (
+        f"rank {worst.rank} needs {gib(worst.total_bytes)} of {gib(worst.capacity_bytes)} with {modes[-1]} recompute "
+        f"({gib(worst.activations_bytes)} of it activations)"
+    )
+    return Rejected(layout, "does_not_fit", text)
+
+
+def rank_key(candidate: Candidate, best: float) -> tuple[float, ...]:
+    """Order of layouts that fit: throughput bound in steps, then simplicity."""
+    behind = 1.0 - candidate.cost.tokens_per_s / best if best else 0.0
+    layout = candidate.layout
+    cuts = layout.tp * layout.pp * layout.cp
+    return (int(behind / TIE), layout.zero == 3, cuts, layout.pp, layout.tp, layout.ep, behind)
+
+
+def alternatives(chosen: Candidate, ordered: list[Candidate]) -> tuple[Alternative, ...]:
+    """Runners-up, one for every (tp, pp, zero)."""
+    seen = {(chosen.layout.tp, chosen.layout.pp, chosen.layout.zero)}
+    out = []
+    for candidate in ordered:
+        key = (candidate.layout.tp, candidate.layout.pp, candidate.layout.zero)
+        if key in seen or candidate.layout == chosen.layout:
+            continue
+        seen.add(key)
+        out.append(Alternative(candidate, lost_by(chosen, candidate)))
+        if len(out) == MAX_ALTERNATIVES:
+            break
+    return tuple(out)
+
+
+def _given(ctx: TrainContext, layout: Layout, works: list[Candidate], rejected: list[Rejected]) -> Plan:
+    rules = tuple(ctx.profile.check(ctx.spec, layout, ctx.cluster, ctx.work))
+    broken = [r for r in rules if r.severity == "illegal"]
+    chosen = None if broken else ctx.evaluate(layout, ctx.work, rules)
+    fits = chosen is not None and chosen.fits
+    others = alternatives(chosen, works) if chosen is not None and fits else _better(works)
+    return Plan(
+        kind="train",
+        verdict=given_training(ctx.spec, layout, broken, chosen),
+        motive="given",
+        spec=ctx.spec,
+        cluster=ctx.cluster,
+        engine=ctx.profile.name,
+        workload=ctx.work,
+        layout=layout,
+        legal=not broken,
+        fits=fits,
+        chosen=chosen,
+        rules=rules,
+        reasons=explain_train(ctx.spec, ctx.cluster, ctx.work, chosen) if chosen else (),
+        alternatives=others,
+        rejected=tuple(thin((r for r in rejected if r.layout != layout), MAX_REJECTED)),
+    )
+
+
+def _better(works: list[Candidate]) -> tuple[Alternative, ...]:
+    """Layouts that work where the given one does not."""
+    return tuple(Alternative(c, "works, where the given layout does not") for c in works[:MAX_ALTERNATIVES])
+
+
+def _nothing(ctx: TrainContext, rejected: list[Rejected]) -> Plan:
+    return Plan(
+        kind="train",
+        verdict=no_training(ctx.spec, ctx.cluster, STATE_BYTES),
+        motive="none",
+        spec=ctx.spec,
+        cluster=ctx.cluster,
+        engine=ctx.profile.name,
+        workload=ctx.work,
+        layout=None,
+        legal=False,
+        fits=False,
+        chosen=None,
+        rules=(),
+        reasons=(),
+        alternatives=(),
+        rejected=tuple(thin(rejected, MAX_REJECTED)),
+    )

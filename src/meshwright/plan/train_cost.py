@@ -1,0 +1,89 @@
+"""Lower bound of an optimizer step from the counted ledger; see ``plan.cost`` for what it is and is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshwright.ledger.schema import Entry
+from meshwright.plan.cost import Links, Tally, tally
+from meshwright.plan.plan import Cost
+from meshwright.plan.training_step import microbatches, training_entries
+from meshwright.plan.wire import Op
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.layout import Layout
+from meshwright.specs.placement import Placement
+from meshwright.specs.workload import Train
+
+#: Part of the compute that gradient and parameter collectives can hide behind: the backward, two thirds of a step
+#: (DistributedDataParallel: Li et al. 2020, arXiv 2006.15704).
+HIDDEN = 2 / 3
+
+
+def bubble(layout: Layout, micro_batches: int) -> float:
+    """Share of a step that a stage stands idle: (p-1)/(v m + p-1), the closed form of GPipe and 1F1B for v = 1.
+
+    Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2 (there over m, here over the whole step).
+    """
+    p, v = layout.pp, layout.virtual
+    return (p - 1) / (v * micro_batches + p - 1)
+
+
+def as_op(e: Entry) -> Op:
+    """An entry as the op it came from."""
+    return Op(
+        e.op,
+        e.name or "",
+        e.stream or "",
+        e.group,
+        e.shapes or (),
+        e.dtype or "bf16",
+        e.payload_bytes or 0,
+        e.wire_bytes or 0,
+        e.flops or 0,
+        e.peer,
+        e.count,
+    )
+
+
+def is_data_parallel(group: str | None) -> bool:
+    """Whether a collective is of gradients or parameters rather than of activations."""
+    return group is not None and group.split("_")[0] in {"dp", "dp+cp", "edp"}
+
+
+def step_tallies(placement: Placement, cluster: Cluster, entries: Iterable[Entry]) -> dict[str, tuple[Tally, Tally]]:
+    """By rank class: sums of what runs in the step proper, and of the data-parallel collectives."""
+    by_class: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_class.setdefault(entry.rank_class, []).append(entry)
+    out = {}
+    for rank_class in placement.classes:
+        links = Links(placement, cluster, rank_class.coordinate)
+        rows = by_class.get(rank_class.name, [])
+        step = tally((as_op(e) for e in rows if not is_data_parallel(e.group)), cluster.device, links)
+        data = tally((as_op(e) for e in rows if is_data_parallel(e.group)), cluster.device, links)
+        out[rank_class.name] = (step, data)
+    return out
+
+
+def train_cost(placement: Placement, cluster: Cluster, work: Train) -> Cost:
+    """Lower bound of a step: the slowest rank's work stretched by the bubble, and the data-parallel collectives that
+    the backward cannot hide."""
+    layout = placement.layout
+    idle = bubble(layout, microbatches(layout, work))
+    step_s, worst, shown = 0.0, Tally(), 0.0
+    for step, data in step_tallies(placement, cluster, training_entries(placement, work)).values():
+        exposed = max(0.0, data.wire_s - HIDDEN * step.compute_s)
+        seconds = step.seconds / (1.0 - idle) + exposed
+        if seconds >= step_s:
+            step_s, worst, shown = seconds, step.plus(data), step.wire_s + exposed
+    return Cost(
+        bytes_read=worst.bytes_moved,
+        flops=worst.flops,
+        wire_bytes=worst.wire_bytes,
+        messages=worst.messages,
+        step_s=step_s,
+        prefill_s=0.0,
+        tokens_per_s=work.global_batch * work.seq / step_s if step_s else 0.0,
+        wire_share=shown / step_s if step_s else 0.0,
+        bubble=idle,
+    )
