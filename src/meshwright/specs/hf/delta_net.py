@@ -210,8 +210,8 @@ def _olmo_delta_tensors(t: Table, hidden: int, d: DeltaNet, layers: tuple[int, .
         seg("linear_v_heads", d.v_heads),
     )
     base = f"{t.prefix}linear_attn."
-    for leaf in ("A_log", "dt_bias"):
-        t.add(base + leaf, one, role="recurrent", layers=layers)
+    t.add(base + "A_log", one, role="recurrent", layers=layers, dtype="f32")
+    t.add(base + "dt_bias", one, role="recurrent", layers=layers)
     for leaf, dim in (("q", k), ("k", k), ("v", v)):
         t.add(f"{base}{leaf}_conv1d.weight", dim, *taps(d.kernel), role="recurrent", layers=layers)
     for leaf, dim in (("q", k), ("k", k), ("v", v), ("g", v), ("a", one), ("b", one)):

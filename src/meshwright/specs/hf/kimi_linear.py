@@ -48,7 +48,7 @@ def _kda_tensors(t: Table, hidden: int, heads: int, width: int, kernel: int, ful
     unit = seg("fixed", 1)
     decay = (low,) if full else (unit, unit, one, unit)
     t.add(base + "A_log", *decay, role="recurrent", layers=at, dtype=conv_dtype)
-    t.add(base + "dt_bias", x, role="recurrent", layers=at, dtype=conv_dtype)
+    t.add(base + "dt_bias", x, role="recurrent", layers=at, dtype="f32")
     t.linear("self_attn.f_a_proj", low, hidden, role="recurrent", op="f_a", layers=at)
     t.linear("self_attn.f_b_proj", x, low, role="recurrent", op="f_b", layers=at)
     t.linear("self_attn.b_proj", one, hidden, role="recurrent", op="b", layers=at)
@@ -79,7 +79,8 @@ def _moe_tensors(t: Table, f: Fields, hidden: int, moe: Moe, at: tuple[int, ...]
     if not at:
         return
     name, rows = "block_sparse_moe", seg("fixed", moe.experts)
-    t.linear(f"{name}.gate", rows, hidden, role="router", op="router", layers=at)
+    gate_dtype = None if moe.latent else "f32"  # Kimi Linear's class keeps the router in float32
+    t.linear(f"{name}.gate", rows, hidden, role="router", op="router", layers=at, dtype=gate_dtype)
     t.add(f"{t.prefix}{name}.gate.e_score_correction_bias", rows, role="router", part="bias", layers=at, dtype="f32")
     if moe.latent:
         latent = seg("fixed", moe.latent)

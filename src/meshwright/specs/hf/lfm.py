@@ -79,7 +79,7 @@ def lfm2_moe(f: Fields, dtype: str) -> Parts:
         rows = seg("fixed", experts)
         t.linear("feed_forward.gate", rows, hidden, role="router", op="router", layers=sparse)
         if f.flag("use_expert_bias", default=True):
-            t.add(f"{t.prefix}feed_forward.expert_bias", rows, role="router", layers=sparse)
+            t.add(f"{t.prefix}feed_forward.expert_bias", rows, role="router", part="bias", layers=sparse, dtype="f32")
     expert_tensors(t, hidden, width, experts, sparse, name="feed_forward.experts", leaves=LEAVES)
     a, moe = gqa(f), Moe(experts, f.integer("num_experts_per_tok", default=4), width)
     layers = tuple(

@@ -60,8 +60,9 @@ def _moe(f: Fields) -> Moe:
 def _moe_tensors(t: Table, hidden: int, moe: Moe, layers: tuple[int, ...]) -> None:
     """Router over the full width; with ``latent`` the experts work between two shared projections."""
     width = moe.latent or hidden
-    t.add(f"{t.prefix}mixer.gate.e_score_correction_bias", seg("fixed", moe.experts), role="router", layers=layers)
-    t.linear("mixer.gate", seg("fixed", moe.experts), hidden, role="router", op="router", layers=layers)
+    rows, name = seg("fixed", moe.experts), f"{t.prefix}mixer.gate.e_score_correction_bias"
+    t.add(name, rows, role="router", part="bias", layers=layers, dtype="f32")
+    t.linear("mixer.gate", rows, hidden, role="router", op="router", layers=layers, dtype="f32")
     if moe.latent:
         latent = seg("fixed", moe.latent)
         t.linear("mixer.fc1_latent_proj", latent, hidden, role="other", op="latent_in", layers=layers)
