@@ -1,0 +1,1 @@
+"""Scores of predictions against measured truth, and how fitted constants came to be."""

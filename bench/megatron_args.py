@@ -121,7 +121,7 @@ def model(test: str, r: Reader) -> tuple[ModelSpec, tuple[int, ...]]:
     """The model, and the layers of every stage where a hybrid pattern states them."""
     h, a = r.need("hidden-size", "hidden"), r.need("num-attention-heads", "heads")
     pattern = r.text("hybrid-layer-pattern") or r.text("hybrid-override-pattern")
-    main, _, mtp_part = pattern.partition("/")
+    main = pattern.partition("/")[0]
     stages = tuple(len(p) for p in main.split("|")) if "|" in main else ()
     main = main.replace("|", "")
     layers = len(main) if main else r.need("num-layers", "layers")
@@ -273,7 +273,7 @@ def workspaces(env: str, environ: Mapping[str, object], r: Reader) -> int:
 
 def engine_of(test: str, env: str, environ: Mapping[str, object], r: Reader) -> TrainEngine:
     """Kernels, loss, dispatcher, workspaces."""
-    a100, h100 = "a100" in env, "h100" in env
+    h100 = "h100" in env
     local = r.text("transformer-impl", "transformer_engine") == "local" or r.text("spec") == "local"
     backend = r.text("attention-backend", "auto")
     kernel = {"flash": "flash", "fused": "cudnn", "unfused": "unfused", "local": "unfused"}.get(backend, "")

@@ -7,8 +7,18 @@ from dataclasses import dataclass, field
 
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.train_inflight import peak_held
-from meshwright.plan.train_layers import Saved, Shape, layer_saved, norm_saved, shape_of, total
-from meshwright.plan.train_shards import TrainStage, head_parameters, padded_vocab
+from meshwright.plan.train_layers import (
+    Saved,
+    Shape,
+    backward_extra,
+    every_second_product,
+    layer_saved,
+    mlp_saved,
+    norm_saved,
+    shape_of,
+    total,
+)
+from meshwright.plan.train_shards import TrainStage, largest_matrix, padded_vocab
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import Layer, ModelSpec
 from meshwright.specs.workload import Train
@@ -84,12 +94,16 @@ def left_on_device(blocks: dict[str, Saved], modules: tuple[str, ...]) -> dict[s
 def _layer_bytes(layer: Layer, s: Shape, layout: Layout, work: Train) -> tuple[int, int]:
     """``(kept from forward to backward, whole working set while its backward runs)`` of one layer."""
     blocks = layer_saved(layer, s, layout)
-    whole = round(total(blocks) * s.engine.activation_scale)
+    whole = total(blocks)
+    if s.engine.kernels == "torch":
+        whole += backward_extra(layer, s)
     if work.recompute == "full":
         return s.width * s.rows * s.hidden, whole
+    if work.recompute == "selective" and "every_second_product" in s.engine.recompute_modules:
+        return every_second_product(layer, s), whole
     modules = s.engine.recompute_modules if work.recompute == "selective" else ()
     kept = left_on_device(kept_after(blocks, modules), s.engine.offload_modules)
-    return round(total(kept) * s.engine.activation_scale), whole
+    return total(kept), whole
 
 
 def chunk_bytes(spec: ModelSpec, chunk: tuple[int, ...], s: Shape, layout: Layout, work: Train) -> tuple[int, int]:
@@ -117,6 +131,16 @@ def local_logits(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine)
     return s.tokens * (padded_vocab(spec.vocab, layout.tp, engine) // layout.tp)
 
 
+def weight_gradient(layer: Layer, s: Shape, engine: TrainEngine, *, head: bool) -> int:
+    """Temporary gradient of the largest hidden matrix of the last layer. Without the head's tensors beside it, that
+    layer's MLP hidden tensors are already freed."""  # fmt: skip
+    size = round(engine.weight_gradient_bytes * largest_matrix(layer, s.hidden, s.tp))
+    if head or layer.mlp is None:
+        return size
+    hidden = mlp_saved(layer.mlp, s, norm=False)
+    return max(0, size - sum(hidden.values()))
+
+
 def score_buffer(spec: ModelSpec, s: Shape) -> int:
     """One layer's scores in the model's dtype: Megatron's local attention keeps one such buffer for all layers."""
     heads = -(-spec.heads // s.tp)
@@ -136,7 +160,6 @@ def head_bytes(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine) -
     return {
         "final norm": (2 + engine.head_tensors) * s.width * s.rows * s.hidden + norm_saved(s),
         "logits and loss": round(engine.logit_bytes * logits),
-        "head gradient": round(engine.head_gradient_bytes * head_parameters(spec, layout, engine)),
     }
 
 
@@ -161,7 +184,13 @@ def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train,
         head["prediction layers"] = head.get("prediction layers", 0) + one
         head["prediction layers"] += 4 * s.width * s.rows * s.hidden
         head["prediction loss"] = head.get("prediction loss", 0) + 4 * local_logits(spec, s, layout, engine)
-    if engine.offload_modules:
+    last = spec.layers[stage.layers[-1]]
+    if engine.weight_gradient_bytes:
+        parts["weight gradient"] = weight_gradient(last, s, engine, head=stage.head)
+    if engine.reserved:
+        parts["recomputed layer"] = recomputed
+        parts |= head
+    elif engine.offload_modules:
         parts["layer not yet offloaded"] = recomputed
         parts |= head
     elif recomputed > sum(head.values()):

@@ -30,7 +30,8 @@ class TrainEngine:
         logit_bytes: bytes a local logit (token x vocabulary / tp) that are alive at the peak of the loss.
         head_tensors: tensors of tokens x hidden between the last layer and the output projection, beyond its norm
             (BERT's language head: dense, GELU of four steps, norm).
-        head_gradient_bytes: bytes a head parameter of a temporary weight gradient at that peak.
+        weight_gradient_bytes: bytes an element of the temporary gradient of a layer's largest hidden matrix, alive
+            when the last layer's backward begins (0: gradients are accumulated by the product itself).
         vocab_multiple, vocab_times_tp: rows of embedding and head are padded to a multiple of this (x tp).
         grad_buffer: gradients live in one buffer for the whole step (Megatron); else only from the first
             backward to the optimizer.
@@ -39,7 +40,10 @@ class TrainEngine:
         dispatcher: how tokens reach their experts.
         grouped_gemm: experts run as one grouped product (with its own workspaces).
         permute_fusion: the permutation keeps no copy of unpermuted tokens.
-        recompute_modules: what ``selective`` recomputes (Megatron ``--recompute-modules``).
+        async_tp: gathers of sequence parallelism are split into the products, without whole buffers.
+        reserved: the figure wanted is what the allocator reserved, where peaks of different moments add up.
+        recompute_modules: what ``selective`` recomputes (Megatron ``--recompute-modules``); ``every_second_product`` is
+            torchtitan's per-operator policy: attention and every second matrix product are kept.
         recompute_method: ``uniform`` (chunks of n layers) or ``block`` (the first n layers of a stage).
         deferred_head: micro-batches whose head weight gradient is put off (their logits' gradients stay).
         gather_buffer: with sequence parallelism the gathered input of the head lies in a buffer that stays.
@@ -55,7 +59,6 @@ class TrainEngine:
         offload_modules: saved tensors of these modules live in host memory (Megatron ``--offload-modules``).
         fp8_weight_copies: quantized copies (row and column wise) of every hidden matrix live beside it.
         fp8: low-precision products: bytes of one saved input of a linear layer (1), else 2.
-        activation_scale: factor on saved activations that a compiler's fusion and partitioner leave.
     """
 
     name: str = "torch"
@@ -63,9 +66,9 @@ class TrainEngine:
     kernels: Literal["te", "local", "torch"] = "torch"
     attention: AttentionKernel | None = None
     rope_copies: bool = True
-    logit_bytes: float = 10.0
+    logit_bytes: float = 12.0
     head_tensors: int = 0
-    head_gradient_bytes: float = 0.0
+    weight_gradient_bytes: float = 0.0
     vocab_multiple: int = 1
     vocab_times_tp: bool = False
     grad_buffer: bool = True
@@ -74,6 +77,8 @@ class TrainEngine:
     dispatcher: Dispatcher = "alltoall"
     grouped_gemm: bool = False
     permute_fusion: bool = True
+    async_tp: bool = False
+    reserved: bool = False
     recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_method: Literal["uniform", "block"] = "uniform"
     deferred_head: int = 0
@@ -90,7 +95,6 @@ class TrainEngine:
     offload_modules: tuple[str, ...] = ()
     fp8_weight_copies: bool = False
     fp8: bool = False
-    activation_scale: float = 1.0
 
     def with_(self, **changes: object) -> TrainEngine:
         """A copy with some fields changed."""

@@ -227,6 +227,35 @@ def layer_saved(layer: Layer, s: Shape, layout: Layout) -> Mapping[str, Saved]:
     return blocks
 
 
+def every_second_product(layer: Layer, s: Shape) -> int:
+    """Bytes that torchtitan's per-operator checkpointing keeps of a layer: its input, the attention output, and the
+    1st, 3rd, 5th and 7th matrix product in order of execution (query, value, gate, down; up to tensor parallel cuts).
+
+    Source: torchtitan ``parallelize_llama.py`` of 2024-12, ``_save_list`` and the counter of ``aten.mm``.
+    """  # fmt: skip
+    kept = s.rows * s.hidden
+    if (a := layer.attention) is not None:
+        heads, groups = _cut(a.heads, s.tp), _cut(a.kv_heads, s.tp)
+        kept += s.tokens * (heads * (a.head_dim + a.v_head_dim) + groups * a.v_head_dim)
+    if (m := layer.mlp) is not None:
+        kept += s.tokens * _cut(m.intermediate, s.tp) + s.rows * s.hidden
+    return s.width * kept
+
+
+def backward_extra(layer: Layer, s: Shape) -> int:
+    """Gradients and gathered tensors that are alive beside a layer's saved tensors while its backward runs.
+
+    The gradients of the MLP's hidden tensors; with sequence parallelism the gathered inputs of both blocks, the
+    gathered output gradient and the unreduced input gradient (T h each; two of them with asynchronous TP).
+    """
+    extra = 0
+    if (m := layer.mlp) is not None:
+        extra = s.width * s.tokens * _cut(m.intermediate, s.tp) * (2 if m.gated else 1)
+    if s.rows < s.tokens:
+        extra += (2 if s.engine.async_tp else 4) * s.width * s.tokens * s.hidden
+    return extra
+
+
 def total(blocks: Mapping[str, Saved]) -> int:
     """Bytes of all blocks."""
     return sum(sum(saved.values()) for saved in blocks.values())

@@ -9,7 +9,7 @@ from math import prod
 from meshwright.errors import IllegalLayoutError
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.specs.layout import Layout
-from meshwright.specs.model import ModelSpec
+from meshwright.specs.model import Layer, ModelSpec
 from meshwright.specs.tensors import Dim, TensorFamily
 
 #: Labels that tensor parallelism cuts. Key heads and state-space groups are replicated below one a rank.
@@ -201,9 +201,21 @@ def _vocab_rows(family: TensorFamily) -> bool:
     return any(s.label == "vocab" for dim in family.dims for s in dim)
 
 
-def head_parameters(spec: ModelSpec, layout: Layout, engine: TrainEngine) -> int:
-    """Elements of the output projection on one rank: hidden x padded vocabulary / tp."""
-    return spec.hidden * padded_vocab(spec.vocab, layout.tp, engine) // layout.tp
+def largest_matrix(layer: Layer, hidden: int, tp: int) -> int:
+    """Elements of the largest hidden matrix of a layer on one rank, experts left out.
+
+    Query, key and value are one matrix, and so are gate and up, as Megatron and Transformer Engine store them.
+    """
+    sizes = [0]
+    if (a := layer.attention) is not None:
+        sizes.append(hidden * a.heads * a.v_head_dim)
+        if a.kind == "gqa":
+            sizes.append(hidden * (a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.v_head_dim)))
+    if (m := layer.mlp) is not None:
+        sizes.append(hidden * m.intermediate * (2 if m.gated else 1))
+    if (e := layer.moe) is not None:
+        sizes.append(hidden * e.shared_intermediate * (2 if e.gated else 1))
+    return max(sizes) // tp
 
 
 def iter_elements(units: tuple[Unit, ...]) -> Iterator[int]:

@@ -1,0 +1,166 @@
+"""Training memory against public measurements. Constants of each source's engine stand in ``ENGINES``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from bench.megatron_args import UndecidableError, read_case
+from bench.megatron_memory import predict
+from bench.scoring import ScoreRow
+from bench.training_models import KORTHIKANTI, deepseek, korthikanti, llama3
+from meshwright.plan.train_activations import activations
+from meshwright.plan.train_engine import MIB, TrainEngine
+from meshwright.plan.train_memory import stage_holdings
+from meshwright.plan.train_shards import stage_units, train_stages
+from meshwright.plan.train_states import states
+from meshwright.specs.layout import Layout
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.workload import Train
+
+GIB = 1 << 30
+Row = Mapping[str, str]
+
+
+def rows(truth: Path) -> list[ScoreRow]:
+    """Every row of ``truth`` that states training memory; files that are missing give no rows."""
+    found: list[ScoreRow] = []
+    golden, table = truth / "megatron_golden_memory.csv", truth / "ground_truth.csv"
+    if golden.exists():
+        found += golden_rows(golden, truth / "megatron_args.jsonl")
+    if table.exists():
+        with table.open(newline="", encoding="utf-8") as file:
+            found += [row for line in csv.DictReader(file) if (row := published_row(line)) is not None]
+    return found
+
+
+def golden_rows(table: Path, arguments: Path) -> Iterator[ScoreRow]:
+    """Megatron-LM's golden values: two figures a row, joined with the tests' arguments by name."""
+    known: dict[str, dict[str, dict[str, object]]] = {}
+    if arguments.exists():
+        with arguments.open(encoding="utf-8") as file:
+            for line in file:
+                record = json.loads(line)
+                known[record["test"]] = record
+    with table.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            record = known.get(row["test"], {"args": {}, "env": {}})
+            name = f"{row['test']} {row['env']}"
+            reason, peak, allocated, group = "", None, None, row["test"].partition("/")[0]
+            try:
+                case = read_case(row["test"], row["env"], record["args"], record["env"], row)
+                predicted = predict(case)
+                peak, allocated, group = float(predicted.peak), float(predicted.allocated), case.group
+            except UndecidableError as error:
+                reason = str(error)
+            for metric, column, value in (("peak", "mem_max", peak), ("allocated", "mem_alloc", allocated)):
+                if row.get(column):
+                    source = f"Megatron golden {group} {metric}"
+                    yield ScoreRow(source, row["test"], name, metric, value, float(row[column]), "bytes", reason)
+
+
+def _total(spec: ModelSpec, layout: Layout, work: Train, engine: TrainEngine) -> int:
+    stages = train_stages(spec, layout)
+    return max(sum(h.bytes for h in stage_holdings(spec, s, layout, work, engine, "x")) for s in stages)
+
+
+def published_row(row: Row) -> ScoreRow | None:
+    """One row of the table of published figures, None when it is no training memory."""
+    source, metric = row["source"], row["metric"]
+    if not ("mem" in metric and row["phase"] == "memory"):
+        return None
+    predicted: float | None = None
+    reason = ""
+    try:
+        if source.startswith("Korthikanti"):
+            predicted = _korthikanti(row)
+        elif source.startswith("SimuMax"):
+            predicted = _simumax(row)
+        elif source.startswith("torchtitan"):
+            predicted = _torchtitan(row)
+        elif source.startswith("Megatron-Bridge"):
+            raise UndecidableError("gradient dtype and optimizer precision are not stated")
+        else:
+            return None
+    except UndecidableError as error:
+        reason = str(error)
+    name = f"{row['model']} tp{row['tp']} pp{row['pp']} dp{row['dp']} cp{row['cp']} seq{row['seq']} {row['note'][:60]}"
+    return ScoreRow(source, row["model"], name, metric, predicted, float(row["value"]), row["unit"], reason)
+
+
+def _int(row: Row, key: str, default: int = 1) -> int:
+    return int(row[key]) if row.get(key) else default
+
+
+def _korthikanti(row: Row) -> float:
+    """The paper's own terms: 16-bit weights and gradients, fp32 master and moments; layers only."""
+    spec = korthikanti(row["model"])
+    seq = KORTHIKANTI[row["model"]][3]
+    pp = _int(row, "pp")
+    selective = "seqpar_selective" in row["metric"]
+    virtual = {8: 3, 35: 3}.get(pp, 1)
+    layout = Layout(
+        tp=_int(row, "tp"), pp=pp, sp=selective, micro_batch=_int(row, "micro_batch"),
+        schedule="interleaved" if virtual > 1 else "1f1b", virtual=virtual,
+    )  # fmt: skip
+    work = Train(
+        seq=seq, global_batch=_int(row, "batch"), recompute="selective" if selective else "none", dropout=0.1,
+        attention="unfused", param_dtype="f16", grad_dtype="f32",
+    )  # fmt: skip
+    engine = TrainEngine(rope_copies=False, logit_bytes=0, workspace_bytes=0)
+    if row["metric"] == "mem_param_grad_opt":
+        stage = train_stages(spec, layout)[0]
+        held = states(stage_units(spec, layout, stage, engine), layout, work, engine)
+        return (held.weights + held.gradients + held.optimizer) / GIB
+    acts = activations(spec, train_stages(spec, layout)[0], layout, work, engine)
+    return acts.parts["layers"] / GIB
+
+
+def _simumax(row: Row) -> float:
+    """Megatron-LM 0.14 on B200: bf16, ZeRO-1, flash attention, fused cross-entropy; the largest rank."""
+    layers = int(m[1]) if (m := re.search(r"cut to (\d+) layers", row["model"])) else 0
+    if "llama3" in row["model"]:
+        spec = llama3("405b" if "405b" in row["model"] else "70b", layers)
+    else:
+        spec = deepseek("v3" if "v3" in row["model"] else "v2", layers)
+    tp, ep = _int(row, "tp"), _int(row, "ep")
+    layout = Layout(
+        tp=tp, pp=_int(row, "pp"), dp=_int(row, "dp"), cp=_int(row, "cp"), ep=ep, etp=1 if ep > 1 else None, sp=tp > 1,
+        zero=1, micro_batch=_int(row, "micro_batch"),
+    )  # fmt: skip
+    work = Train(seq=_int(row, "seq"), global_batch=_int(row, "batch"))
+    return _total(spec, layout, work, SIMUMAX) / GIB
+
+
+SIMUMAX = TrainEngine(
+    name="megatron-core", version="0.14", kernels="te", rope_copies=False, logit_bytes=4, weight_gradient_bytes=6,
+    dispatcher="alltoall", grouped_gemm=True, permute_fusion=True, workspace_bytes=2 * 32 * MIB + 32 * MIB,
+)  # fmt: skip
+
+
+def _torchtitan(row: Row) -> float:
+    """FSDP2 on H100, torch.compile, fp32 shards, bf16 computation."""
+    size = row["model"].rpartition("-")[2].lower()
+    spec = llama3(size)
+    tp, pp, cp = _int(row, "tp"), _int(row, "pp"), _int(row, "cp")
+    full = "full AC" in row["note"] or "4D" in row["note"]
+    batch = _int(row, "micro_batch")
+    if pp > 1:
+        batch = 1
+    layout = Layout(
+        tp=tp, pp=pp, dp=_int(row, "dp"), cp=cp, sp=tp > 1, zero=3, micro_batch=batch, schedule="1f1b"
+    )  # fmt: skip
+    work = Train(
+        seq=_int(row, "seq"), global_batch=max(_int(row, "batch"), batch * _int(row, "dp")),
+        recompute="full" if full else "selective",
+    )  # fmt: skip
+    return _total(spec, layout, work, TITAN.with_(async_tp="Async" in row["note"])) / GIB
+
+
+TITAN = TrainEngine(
+    name="torchtitan", version="2024-12", kernels="torch", rope_copies=False, logit_bytes=12, reserved=True,
+    recompute_modules=("every_second_product",),
+)  # fmt: skip
