@@ -25,8 +25,9 @@ _COMPUTE = ("bf16", "f16")
 #: Roles whose linear layers are quantized at load time (vLLM ``--quantization fp8``).
 _QUANTIZED_ROLES = frozenset({"attention", "mlp", "expert", "shared_expert", "recurrent"})
 #: Expert sizes that MXFP4 kernels round up to: (inner, hidden) of a rank (vLLM 0.33
-#: ``fused_moe/oracle/mxfp4.py``), and the least inner size (C152: 96 columns are held as 256). The Triton kernel of Hopper keeps the sizes and pads the packed input dimension of
-#: both matrices in memory (gpt-oss-20b loads 13.47 GiB, gpt-oss-120b 64.38 on TP1).
+#: ``fused_moe/oracle/mxfp4.py``), and the least inner size (C152: 96 columns are held as 256). The Triton kernel of
+#: Hopper keeps the sizes and pads the packed input dimension of both matrices in memory (gpt-oss-20b loads
+#: 13.47 GiB, gpt-oss-120b 64.38 on TP1).
 _MARLIN_TILES = (128, 256)
 _BLACKWELL_TILES = (256, 256)
 _TRITON_INPUT = 256
