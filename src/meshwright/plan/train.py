@@ -194,24 +194,32 @@ def _search(ctx: TrainContext) -> tuple[list[Candidate], list[Rejected]]:
     return works, rejected
 
 
+def mode_that_fits(ctx: TrainContext, layout: Layout) -> Train:
+    """The workload with the least recompute under which the layout fits; full recompute when none does."""
+    work = ctx.work
+    for mode in (ctx.work.recompute,) if ctx.recompute_fixed else RECOMPUTE:
+        work = replace(ctx.work, recompute=mode)
+        if train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine).fits:
+            break
+    return work
+
+
 def _least_recompute(ctx: TrainContext, layout: Layout, rules: tuple[Rule, ...]) -> Candidate | Rejected:
-    """The layout with the least recompute that fits."""
+    """The layout with the least recompute that fits; its cost is that of the first, middle and last stage."""
     try:
         placement = place(ctx.spec, layout, ctx.profile, sections=("decoder", "vision"))
     except IllegalLayoutError as error:
         return Rejected(layout, "illegal", str(error))
-    modes = (ctx.work.recompute,) if ctx.recompute_fixed else RECOMPUTE
-    for mode in modes:
-        work = replace(ctx.work, recompute=mode)
-        memory = train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine)
-        if memory.fits:
-            stages = {0, len(placement.stages) // 2, len(placement.stages) - 1}
-            few = replace(placement, classes=tuple(c for c in placement.classes if c.coordinate.pp in stages))
-            return Candidate(layout, placement, memory, train_cost(few, ctx.cluster, work), rules, work)
+    work = mode_that_fits(ctx, layout)
+    memory = train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine)
+    if memory.fits:
+        stages = {0, len(placement.stages) // 2, len(placement.stages) - 1}
+        few = replace(placement, classes=tuple(c for c in placement.classes if c.coordinate.pp in stages))
+        return Candidate(layout, placement, memory, train_cost(few, ctx.cluster, work), rules, work)
     worst = memory.worst
     text = (
-        f"rank {worst.rank} needs {gib(worst.total_bytes)} of {gib(worst.capacity_bytes)} with {modes[-1]} recompute "
-        f"({gib(worst.activations_bytes)} of it activations)"
+        f"rank {worst.rank} needs {gib(worst.total_bytes)} of {gib(worst.capacity_bytes)} with {work.recompute} "
+        f"recompute ({gib(worst.activations_bytes)} of it activations)"
     )
     return Rejected(layout, "does_not_fit", text)
 
@@ -242,23 +250,24 @@ def alternatives(chosen: Candidate, ordered: list[Candidate]) -> tuple[Alternati
 def _given(ctx: TrainContext, layout: Layout, works: list[Candidate], rejected: list[Rejected]) -> Plan:
     rules = tuple(ctx.profile.check(ctx.spec, layout, ctx.cluster, ctx.work))
     broken = [r for r in rules if r.severity == "illegal"]
-    chosen = None if broken else ctx.evaluate(layout, ctx.work, rules)
+    chosen = None if broken else ctx.evaluate(layout, mode_that_fits(ctx, layout), rules)
+    work = _train_of(chosen) if chosen is not None else ctx.work
     fits = chosen is not None and chosen.fits
     others = alternatives(chosen, works) if chosen is not None and fits else _better(works)
     return Plan(
         kind="train",
-        verdict=given_training(ctx.spec, layout, broken, chosen),
+        verdict=given_training(ctx.spec, work, layout, broken, chosen),
         motive="given",
         spec=ctx.spec,
         cluster=ctx.cluster,
         engine=ctx.profile.name,
-        workload=ctx.work,
+        workload=work,
         layout=layout,
         legal=not broken,
         fits=fits,
         chosen=chosen,
         rules=rules,
-        reasons=explain_train(ctx.spec, ctx.cluster, ctx.work, chosen) if chosen else (),
+        reasons=explain_train(ctx.spec, ctx.cluster, work, chosen) if chosen else (),
         alternatives=others,
         rejected=tuple(thin((r for r in rejected if r.layout != layout), MAX_REJECTED)),
     )

@@ -162,7 +162,8 @@ def _on_stage(family: TensorFamily, stage: TrainStage, last: bool) -> tuple[int,
     if family.section == "mtp":
         return (family.layers or (-1,)) if last else None
     if family.layers:
-        held = tuple(i for i in family.layers if i in stage.layers)
+        stage_layers = frozenset(stage.layers)
+        held = tuple(i for i in family.layers if i in stage_layers)
         return held or None
     if family.section == "vision" or family.role == "embedding":
         return (-1,) if stage.embedding else None

@@ -97,7 +97,9 @@ def train_verdict(spec: ModelSpec, cluster: Cluster, work: Train, chosen: Candid
     )
 
 
-def given_training(spec: ModelSpec, layout: Layout, broken: Sequence[Rule], chosen: Candidate | None) -> str:
+def given_training(
+    spec: ModelSpec, work: Train, layout: Layout, broken: Sequence[Rule], chosen: Candidate | None
+) -> str:
     """Verdict on a training layout that the user stated."""
     if broken:
         where = f" ({broken[0].where})" if broken[0].where else ""
@@ -105,9 +107,10 @@ def given_training(spec: ModelSpec, layout: Layout, broken: Sequence[Rule], chos
     assert chosen is not None
     worst = chosen.memory.worst
     word = "fits" if chosen.fits else "does not fit"
+    recompute = "" if work.recompute == "none" else f" with {work.recompute} recompute"
     return (
-        f"{word}: {product(layout)} training {spec.name}, rank {worst.rank} takes {gib(worst.total_bytes)} of "
-        f"{gib(worst.capacity_bytes)}"
+        f"{word}: {product(layout)}{recompute} training {spec.name}, rank {worst.rank} takes "
+        f"{gib(worst.total_bytes)} of {gib(worst.capacity_bytes)}"
     )
 
 
