@@ -75,6 +75,7 @@ def moe(
     vocab: int = 128,
     packed: bool = False,
     mla: bool = False,
+    head_dim: int = 4,
 ) -> ModelSpec:
     """A mixture of experts whose first ``dense`` layers are dense; ``packed``: all experts in one tensor."""
     t = Table("bf16")
@@ -82,7 +83,7 @@ def moe(
     t.add("model.embed_tokens.weight", seg("vocab", vocab), hidden, role="embedding")
     t.add("lm_head.weight", seg("vocab", vocab), hidden, role="head", op="head")
     t.norm("model.norm", hidden)
-    attention = _mla(t, heads, hidden, every) if mla else _plain_attention(t, heads, kv_heads, hidden, every)
+    attention = _mla(t, heads, hidden, every) if mla else _plain_attention(t, heads, kv_heads, hidden, every, head_dim)
     if dense:
         _mlp(t, hidden, 24, every[:dense])
     t.linear("router", seg("experts", experts), hidden, role="router", op="router", layers=sparse)
@@ -96,12 +97,14 @@ def moe(
     return ModelSpec("small-moe", "SmallMoe", "small", hidden, vocab, blocks, tuple(t.families), False, "bf16", 4096)
 
 
-def _plain_attention(t: Table, heads: int, kv_heads: int, hidden: int, layers: tuple[int, ...]) -> Attention:
-    q, kv = seg("heads", heads, 4), seg("kv_heads", kv_heads, 4)
+def _plain_attention(
+    t: Table, heads: int, kv_heads: int, hidden: int, layers: tuple[int, ...], head_dim: int
+) -> Attention:
+    q, kv = seg("heads", heads, head_dim), seg("kv_heads", kv_heads, head_dim)
     for op, side in (("q", q), ("k", kv), ("v", kv)):
         t.linear(f"attn.{op}", side, hidden, role="attention", op=op, layers=layers)
     t.linear("attn.o", hidden, q, role="attention", op="o", layers=layers)
-    return Attention("gqa", heads, kv_heads, 4, 4)
+    return Attention("gqa", heads, kv_heads, head_dim, head_dim)
 
 
 def _mla(t: Table, heads: int, hidden: int, layers: tuple[int, ...]) -> Attention:

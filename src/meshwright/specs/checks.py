@@ -121,6 +121,39 @@ def stages(spec: ModelSpec, layout: Layout, split: LayerSplit) -> Iterator[Rule]
         )
 
 
+def even_stages(spec: ModelSpec, layout: Layout) -> list[Rule]:
+    """Engines that deal only equal stages (Megatron-LM without first and last stage sizes)."""
+    layers, pp = len(spec.layers), layout.pp
+    if layers % pp == 0 or layout.stage_layers:
+        return []
+    return [
+        broken(
+            "layers_divide_pp",
+            "illegal",
+            f"{layers} layers are not divisible by {pp} pipeline stages",
+            f"choose pp from {named(divisors(layers), pp)}, or name the layers of the first and last stage",
+            "Megatron-LM megatron/core/transformer/transformer_block.py",
+            layers=layers,
+            stages=pp,
+        )
+    ]
+
+
+def uneven_stages(spec: ModelSpec, layout: Layout, split: LayerSplit) -> Iterator[Rule]:
+    """Stages that hold more layers than others set the pace of all."""
+    layers, pp = len(spec.layers), layout.pp
+    if layers % pp == 0 or pp > layers or layout.stage_layers:
+        return
+    yield broken(
+        "uneven_stages",
+        "unwise",
+        f"{layers} layers over {pp} stages are {text_split(split(layers, pp))}; every step waits for the longest",
+        f"pp {named(divisors(layers), pp, 4)} divides them evenly",
+        layers=layers,
+        stages=pp,
+    )
+
+
 def text_split(counts: tuple[int, ...]) -> str:
     """``20+20+22+18``."""
     return "+".join(map(str, counts))

@@ -20,12 +20,14 @@ class Width:
         label: what the side is cut by.
         size: elements of the whole side (logical, not packed).
         side: ``out``: columns of the result (column parallel); ``in``: reduction side (row parallel).
+        heads: how many heads the side consists of, 1 where it has none.
     """
 
     name: str
     label: Label
     size: int
     side: str
+    heads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +114,11 @@ def _quantized(spec: ModelSpec, found: Splits) -> dict[Width, None]:
 
 def _attention_widths(a: Attention, ops: set[str], out: dict[Width, None]) -> None:
     if ops & {"q", "qkv", "q_b"}:
-        out[Width("query", "heads", a.heads * a.head_dim, "out")] = None
+        out[Width("query", "heads", a.heads * a.head_dim, "out", a.heads)] = None
     if a.kind == "gqa" and ops & {"k", "v", "qkv"}:
-        out[Width("key and value", "kv_heads", a.kv_heads * a.head_dim, "out")] = None
+        out[Width("key and value", "kv_heads", a.kv_heads * a.head_dim, "out", a.kv_heads)] = None
     if "o" in ops:
-        out[Width("attention output", "heads", a.heads * (a.v_head_dim or a.head_dim), "in")] = None
+        out[Width("attention output", "heads", a.heads * (a.v_head_dim or a.head_dim), "in", a.heads)] = None
 
 
 def _ffn_widths(name: str, label: Label, size: int, out: dict[Width, None]) -> None:

@@ -25,6 +25,9 @@ def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Wo
         *checks.experts(spec, layout),
         *_expert_grid(layout),
         *checks.virtual_stages(spec, layout),
+        *checks.uneven_stages(spec, layout, _split),
+        *_blocks(spec, layout),
+        *_ring_instead(spec, layout),
         *_decode_context(layout),
         *checks.zero_needs_ranks(layout),
         *checks.tp_inside_node(layout, cluster),
@@ -108,3 +111,38 @@ def _decode_context(layout: Layout) -> Iterator[Rule]:
             tp=layout.tp,
             dcp=layout.dcp,
         )
+
+
+def _blocks(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
+    """Quantized matrices are dealt by whole blocks or groups: the width must consist of them."""
+    q = spec.quantization
+    if q is None or layout.tp == 1:
+        return
+    for width in splits(spec).quantized:
+        block = (q.block[0] if width.side == "out" else q.block[1]) if q.block else q.group
+        if block and width.label not in {"heads", "kv_heads"} and width.size % block and width.side == "in":
+            yield broken(
+                "quant_block",
+                "illegal",
+                f"{width.name} width {width.size} is not a whole number of {q.method} blocks of {block}, so tensor "
+                f"parallel {layout.tp} would cut one",
+                "use tp 1 with pipeline stages or replicas",
+                size=width.size,
+                block=block,
+            )
+
+
+def _ring_instead(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
+    """Heads that context parallelism cannot deal out: the all-to-all form is out, ring attention works."""
+    for a in splits(spec).attentions:
+        if layout.cp > 1 and a.heads % layout.cp:
+            rule = checks.ulysses(a.heads, a.kv_heads, layout.cp)[0]
+            yield broken(
+                rule.code,
+                "unwise",
+                rule.message,
+                "ring attention is used, which does not cut heads",
+                rule.where,
+                heads=a.heads,
+                degree=layout.cp,
+            )

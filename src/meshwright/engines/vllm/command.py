@@ -2,12 +2,14 @@
 
 A command is the scored point: lengths, batch limits, utilization and dtypes are written out, so that a later default
 cannot move it. Everything that comes from the user is quoted for a POSIX shell. ``$HEAD_IP`` is the address of node
-0, and ``$NODE_IP`` that of the node where the command is typed.
+0, ``$NODE_IP`` and ``$NODE_RANK`` address and number of the node where the command is typed.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
+from dataclasses import dataclass
 
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
@@ -23,6 +25,14 @@ DP_PORT = 29550
 #: Our cache dtypes -> what ``--kv-cache-dtype`` takes.
 _KV_DTYPES = {"f8_e4m3": "fp8_e4m3", "f8_e5m2": "fp8_e5m2", "bf16": "bfloat16", "f16": "float16"}
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+#: Nodes whose commands are written one by one; beyond that one command stands for all but the first.
+MAX_WRITTEN = 8
+
+#: Words that the shell is to expand: our own variables, and the first replica of a node.
+_OURS = re.compile(r"\$(HEAD_IP|NODE_IP|NODE_RANK)|\$\(\(\$NODE_RANK \* \d+\)\)")
+
+_Env = tuple[tuple[str, str], ...]
 
 _HEAD = "set HEAD_IP to the address of node 0"
 
@@ -66,7 +76,9 @@ def commands(
 
 
 def _serve(name: str) -> list[str]:
-    return ["vllm", "serve", f"./{name}" if name.startswith("-") else name]
+    if _OURS.fullmatch(name) or name.startswith("-"):
+        name = f"./{name}"
+    return ["vllm", "serve", name]
 
 
 def _degrees(layout: Layout) -> list[str]:
@@ -108,65 +120,92 @@ def _limits(workload: Serve, settings: ServeSettings) -> list[str]:
     return words
 
 
-def _environment(layout: Layout) -> tuple[tuple[str, str], ...]:
+def _environment(layout: Layout) -> _Env:
     if not layout.stage_layers or layout.pp == 1:
         return ()
     return (("VLLM_PP_LAYER_PARTITION", ",".join(map(str, layout.stage_layers))),)
 
 
 def _join(words: list[str]) -> str:
-    """Words quoted for a shell; the two address variables stay variables."""
-    return " ".join(f'"{w}"' if w in {"$HEAD_IP", "$NODE_IP"} else shlex.quote(w) for w in words)
+    """Words quoted for a shell; the few variables of our own stay variables."""
+    return " ".join(f'"{w}"' if _OURS.fullmatch(w) else shlex.quote(w) for w in words)
 
 
 def _nodes_used(layout: Layout, cluster: Cluster) -> int:
     return -(-layout.world // cluster.devices_per_node)
 
 
-def _multi_node(base: list[str], layout: Layout, cluster: Cluster, env: tuple[tuple[str, str], ...]) -> list[Command]:
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A node to write a command for, or all nodes but the first at once where there are many."""
+
+    number: int | None
+    where: str
+    rank: str
+    note: str
+
+    def start(self, local: int) -> str:
+        """First replica of the node when every node holds ``local`` of them."""
+        return f"$(({self.rank} * {local}))" if self.number is None else str(self.number * local)
+
+
+def _nodes(count: int, headless: str) -> list[_Node]:
+    head = _Node(0, "", "0", _HEAD)
+    if count > MAX_WRITTEN:
+        every = f"on each of nodes 1 to {count - 1} set HEAD_IP and NODE_RANK (its number); {headless}"
+        return [head, _Node(None, f", nodes 1 to {count - 1}", "$NODE_RANK", every)]
+    return [head, *(_Node(number, "", str(number), f"set HEAD_IP; {headless}") for number in range(1, count))]
+
+
+def _multi_node(base: list[str], layout: Layout, cluster: Cluster, env: _Env) -> list[Command]:
     """The mp executor over several nodes; every node holds equally many ranks (engine/arg_utils.py:2380-2560)."""
-    nodes = _nodes_used(layout, cluster)
-    if layout.world % nodes:
+    count = _nodes_used(layout, cluster)
+    if layout.world % count:
         return []
     out = []
-    for node in range(nodes):
-        words = [*base, *_replicas(layout), "--nnodes", str(nodes), "--node-rank", str(node)]
-        words += ["--master-addr", "$HEAD_IP"] + (["--headless"] if node else [])
-        note = _HEAD if node == 0 else "no API server here; start it together with node 0"
-        out.append(Command(node, "serve (mp)", _join(words), env, note))
+    for node in _nodes(count, "no API server here; start it together with node 0"):
+        words = [*base, *_replicas(layout), "--nnodes", str(count), "--node-rank", node.rank]
+        words += ["--master-addr", "$HEAD_IP"] + ([] if node.number == 0 else ["--headless"])
+        out.append(Command(node.number, f"serve (mp){node.where}", _join(words), env, node.note))
     return out
 
 
-def _data_parallel(
-    base: list[str], layout: Layout, cluster: Cluster, env: tuple[tuple[str, str], ...]
-) -> list[Command]:
+def _data_parallel(base: list[str], layout: Layout, cluster: Cluster, env: _Env) -> list[Command]:
     """Replicas inside nodes: node 0 serves and balances, the others run their replicas headless."""
-    local = cluster.devices_per_node // (layout.world // layout.dp)
+    most = cluster.devices_per_node // (layout.world // layout.dp)
+    count = -(-layout.dp // most)
+    if count > MAX_WRITTEN and layout.dp % most:
+        return []
     out = []
-    for node, start in enumerate(range(0, layout.dp, local)):
-        words = [*base, *_replicas(layout), "--data-parallel-size-local", str(min(local, layout.dp - start))]
-        if node:
-            words += ["--data-parallel-start-rank", str(start), "--headless"]
+    for node in _nodes(count, "no API server here"):
+        local = most if node.number is None else min(most, layout.dp - node.number * most)
+        words = [*base, *_replicas(layout), "--data-parallel-size-local", str(local)]
+        if node.number != 0:
+            words += ["--data-parallel-start-rank", node.start(most), "--headless"]
         words += ["--data-parallel-address", "$HEAD_IP", "--data-parallel-rpc-port", str(DP_PORT)]
-        note = _HEAD if node == 0 else "no API server here"
-        out.append(Command(node, "serve (data parallel)", _join(words), env, note))
+        out.append(Command(node.number, f"serve (data parallel){node.where}", _join(words), env, node.note))
     return out
 
 
-def _ray(base: list[str], layout: Layout, cluster: Cluster, env: tuple[tuple[str, str], ...]) -> list[Command]:
+def _ray(base: list[str], layout: Layout, cluster: Cluster, env: _Env) -> list[Command]:
     """A Ray cluster over the nodes, and one serve command on the head. Ray is not picked unless it is asked for."""
-    nodes = _nodes_used(layout, cluster)
-    address = (("VLLM_HOST_IP", '"$NODE_IP"'),)
-    here = "set NODE_IP to this node's own address"
+    replica = layout.world // layout.dp
+    count = _nodes_used(layout, cluster)
+    address: _Env = (("VLLM_HOST_IP", "$NODE_IP"),)
+    own = "set NODE_IP to this node's own address"
     head = ["ray", "start", "--head", f"--port={RAY_PORT}", "--node-ip-address", "$NODE_IP"]
-    out = [Command(0, "ray head", _join(head), address, here)]
-    for node in range(1, nodes):
-        text = f'ray start --address="$HEAD_IP:{RAY_PORT}" --node-ip-address "$NODE_IP"'
-        out.append(Command(node, "ray worker", text, address, f"{_HEAD}, {here.removeprefix('set ')}"))
+    join = f'ray start --address="$HEAD_IP:{RAY_PORT}" --node-ip-address "$NODE_IP"'
+    out = [Command(0, "ray head", _join(head), address, own)]
+    if count > MAX_WRITTEN:
+        out.append(Command(None, f"ray worker, nodes 1 to {count - 1}", join, address, f"set HEAD_IP; {own}"))
+    else:
+        out += [Command(node, "ray worker", join, address, f"set HEAD_IP; {own}") for node in range(1, count)]
     backend = ["--distributed-executor-backend", "ray"]
     if layout.dp > 1:
-        local = max(1, cluster.devices_per_node // (layout.world // layout.dp))
+        local = max(1, cluster.devices_per_node // replica)
         backend = ["--data-parallel-backend", "ray", "--data-parallel-size-local", str(min(local, layout.dp))]
+        if replica > cluster.devices_per_node:
+            address = (*address, ("VLLM_RAY_DP_PACK_STRATEGY", "span"))
     text = _join([*base, *_replicas(layout), *backend])
     out.append(Command(0, "serve (ray)", text, (*env, *address), "once every node has joined"))
     return out

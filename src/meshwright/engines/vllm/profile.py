@@ -8,7 +8,7 @@ the parallel flags of 0.33.
 
 from __future__ import annotations
 
-from meshwright.engines.vllm.rules import check_for
+from meshwright.engines.vllm.rules import check
 from meshwright.engines.vllm.stages import VOCAB_PADDING, split_layers
 from meshwright.specs.profile import EngineProfile
 
@@ -24,7 +24,7 @@ def _profile(version: str) -> EngineProfile:
         trains=False,
         rank_order=("dp", "pp", "cp", "tp"),
         split_layers=split_layers,
-        check=check_for(version),
+        check=check,
         vocab_multiple=VOCAB_PADDING,
         ep_over=("dp", "cp", "tp"),
         ep_whole=True,
@@ -36,6 +36,15 @@ def _profile(version: str) -> EngineProfile:
             "gpu_memory_utilization": 0.92,
             "block_size": 16,
             "placement_group_wait_s": 1800,
+            # How it communicates (plan.wire.Ways): v1/worker/gpu_worker.py hands IntermediateTensors (hidden states,
+            # residual) over with all_gather_group=tp; layers/logits_processor.py gathers on all ranks;
+            # config/parallel.py all2all_backend; device_communicators/all2all.py.
+            "wire_pp_tensors": 2,
+            "wire_pp_slices": True,
+            "wire_logits": "all_gather",
+            "wire_experts": "allgather_reducescatter",
+            "wire_moe_tp_slices": True,
+            "wire_context": "all_gather",
         },
     )
 

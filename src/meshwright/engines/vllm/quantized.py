@@ -29,30 +29,30 @@ def degree_of(width: Width, layout: Layout) -> int:
     return layout.tp
 
 
-def shard_of(width: Width, layout: Layout, spec: ModelSpec) -> int | None:
+def shard_of(width: Width, layout: Layout) -> int | None:
     """Elements of the side on one rank; None when it does not divide (another rule says so)."""
     degree = degree_of(width, layout)
-    if width.label == "kv_heads" and degree > spec.kv_heads > 0:
-        degree = spec.kv_heads
+    if width.label == "kv_heads":
+        degree = min(degree, width.heads)
     return width.size // degree if width.size % degree == 0 else None
 
 
-def blocks_divide(spec: ModelSpec, layout: Layout, version: str) -> Iterator[Rule]:
+def blocks_divide(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
     """Shards of quantized matrices that end inside a block, a group or a tile.
 
-    The rules of 0.26, 0.32 and 0.33 agree on what is cut. A merged matrix that is not cut (the fused latent
-    projections of MLA, width 1536 + 576) may end inside a block with its last part.
+    Only sides that are cut count: a merged matrix that is not cut (the fused latent projections of MLA, width
+    1536 + 576) may end inside a block with its last part. The wheels of 0.26 and 0.33 agree.
     """
     quantization = spec.quantization
     if quantization is None:
         return
-    seen: set[tuple[str, int]] = set()
+    seen: set[tuple[str, int, str]] = set()
     for width in splits(spec).quantized:
-        shard = shard_of(width, layout, spec)
+        shard = shard_of(width, layout)
         if shard is None or degree_of(width, layout) == 1:
             continue
         for rule in _side(width, shard, quantization, layout):
-            key = (width.name, width.size)
+            key = (width.name, width.size, rule.code)
             if key not in seen:
                 seen.add(key)
                 yield rule
@@ -61,7 +61,9 @@ def blocks_divide(spec: ModelSpec, layout: Layout, version: str) -> Iterator[Rul
 def _side(width: Width, shard: int, q: Quantization, layout: Layout) -> Iterator[Rule]:
     if q.block is not None:
         block = q.block[0] if width.side == "out" else q.block[1]
-        if shard % block:
+        if shard % block and width.label == "kv_heads" and width.size // width.heads % block:
+            yield _head_ends_in_block(width, block)
+        elif shard % block:
             yield _refuse("quant_block", width, shard, block, f"{q.method} block", layout, _FP8)
         return
     if not q.group or q.method in _PADS_EXPERTS:
@@ -81,6 +83,20 @@ def _side(width: Width, shard: int, q: Quantization, layout: Layout) -> Iterator
                 shard=shard,
                 tile=tile,
             )
+
+
+def _head_ends_in_block(width: Width, block: int) -> Rule:
+    """Heads that end inside a block (MiMo-V2: 192 wide) need a loader of the model's own, which vLLM may have."""
+    head = width.size // width.heads
+    return broken(
+        "head_ends_in_block",
+        "unwise",
+        f"a KV head is {head} wide, not a multiple of the block of {block}: cutting the heads cuts blocks",
+        "works only where the model's own loader handles it; tp 1 is safe",
+        _FP8,
+        head=head,
+        block=block,
+    )
 
 
 def _refuse(code: str, width: Width, shard: int, block: int, what: str, layout: Layout, where: str) -> Rule:

@@ -1,7 +1,8 @@
-"""What vLLM refuses, by version, with the place in its code that says so.
+"""What vLLM refuses, with the place in its code that says so.
 
-Sources: the wheels 0.33.0 and 0.26.0; paths are relative to the package. 0.26 states the decode context rules as
-assertions where 0.33 prints messages that name the flags; the outcome is the same.
+Sources: the wheels 0.33.0 and 0.26.0, whose rules on layouts agree; paths are relative to the package. 0.26 states
+the decode context rules as assertions where 0.33 prints messages that name the flags. What does differ by version
+are flags (see ``flags``).
 """
 
 from __future__ import annotations
@@ -15,37 +16,32 @@ from meshwright.specs.checks import broken, divisors, named
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
-from meshwright.specs.profile import RuleCheck
 from meshwright.specs.rules import Rule
 from meshwright.specs.shares import padded_units
 from meshwright.specs.splits import splits
 from meshwright.specs.workload import Train, Workload
 
 
-def check_for(version: str) -> RuleCheck:
-    """The check of one version: every rule that a layout breaks, illegal ones first."""
-
-    def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Workload | None) -> list[Rule]:
-        found = [
-            *_serving_only(layout, workload),
-            *checks.world_fits(layout, cluster),
-            *_heads(spec, layout),
-            *_kv_heads(spec, layout),
-            *_vocabulary(spec, layout),
-            *_recurrent(spec, layout),
-            *_widths(spec, layout),
-            *blocks_divide(spec, layout, version),
-            *checks.stages(spec, layout, split_layers),
-            *checks.experts(spec, layout),
-            *_expert_parallel(spec, layout),
-            *_context_parallel(spec, layout),
-            *_replicated_cache(spec, layout),
-            *checks.tp_inside_node(layout, cluster),
-            *_whole_nodes(layout, cluster),
-        ]
-        return sorted(found, key=lambda rule: rule.severity != "illegal")
-
-    return check
+def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Workload | None) -> list[Rule]:
+    """Every rule that a layout breaks, illegal ones first."""
+    found = [
+        *_serving_only(layout, workload),
+        *checks.world_fits(layout, cluster),
+        *_heads(spec, layout),
+        *_kv_heads(spec, layout),
+        *_vocabulary(spec, layout),
+        *_recurrent(spec, layout),
+        *_widths(spec, layout),
+        *blocks_divide(spec, layout),
+        *checks.stages(spec, layout, split_layers),
+        *checks.experts(spec, layout),
+        *_expert_parallel(spec, layout),
+        *_context_parallel(spec, layout),
+        *_replicated_cache(spec, layout),
+        *checks.tp_inside_node(layout, cluster),
+        *_whole_nodes(layout, cluster),
+    ]
+    return sorted(found, key=lambda rule: rule.severity != "illegal")
 
 
 def _serving_only(layout: Layout, workload: Workload | None) -> Iterator[Rule]:
