@@ -261,6 +261,8 @@ def _counted(s: _Strategy, placement: Placement, workload: Workload, per: str) -
     note = "counted over a prefill, shared out over its tokens" if share > 1 else ""
     if s.name == "DP" and isinstance(workload, Serve):
         note = "replicas are independent; with experts shared between them see EP"
+        if rows:
+            note = f"{placement.profile.name} cuts every expert over tp x dp, so its replicas are not independent"
     layout = placement.layout
     return StrategyRow(s.name, layout, s.cuts, pattern, payload // share, _wire(rows) // share, per, s.belongs, note)
 
