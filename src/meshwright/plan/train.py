@@ -28,7 +28,7 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 #: Sequences from which context parallelism is tried even if the model fits without.
 LONG_SEQUENCE = 32_768
 #: Layouts that are counted in full, most promising first; and those whose memory alone is counted.
-MAX_COSTED = 16
+MAX_COSTED = 12
 MAX_COUNTED = 48
 TIE = 0.02
 MAX_ALTERNATIVES = 4
@@ -82,9 +82,10 @@ def plan_train(
     works, rejected = _search(ctx)
     if layout is not None:
         return _given(ctx, layout, works, rejected)
-    if not works:
+    counted = (ctx.evaluate(c.layout, _train_of(c), c.rules) for c in works)
+    chosen = next((c for c in counted if c.fits), None)
+    if chosen is None:
         return _nothing(ctx, rejected)
-    chosen = ctx.evaluate(works[0].layout, _train_of(works[0]), works[0].rules)
     return Plan(
         kind="train",
         verdict=train_verdict(spec, cluster, _train_of(chosen), chosen),
@@ -99,7 +100,7 @@ def plan_train(
         chosen=chosen,
         rules=chosen.rules,
         reasons=explain_train(spec, cluster, _train_of(chosen), chosen),
-        alternatives=alternatives(chosen, works[1:]),
+        alternatives=alternatives(chosen, works),
         rejected=tuple(thin(rejected, MAX_REJECTED)),
     )
 
@@ -199,7 +200,7 @@ def mode_that_fits(ctx: TrainContext, layout: Layout) -> Train:
     work = ctx.work
     for mode in (ctx.work.recompute,) if ctx.recompute_fixed else RECOMPUTE:
         work = replace(ctx.work, recompute=mode)
-        if train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine).fits:
+        if train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine, few=True).fits:
             break
     return work
 
@@ -211,7 +212,7 @@ def _least_recompute(ctx: TrainContext, layout: Layout, rules: tuple[Rule, ...])
     except IllegalLayoutError as error:
         return Rejected(layout, "illegal", str(error))
     work = mode_that_fits(ctx, layout)
-    memory = train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine)
+    memory = train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine, few=True)
     if memory.fits:
         stages = {0, len(placement.stages) // 2, len(placement.stages) - 1}
         few = replace(placement, classes=tuple(c for c in placement.classes if c.coordinate.pp in stages))

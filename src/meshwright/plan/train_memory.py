@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from meshwright.ledger.schema import Holding
 from meshwright.plan.memory import RankMemory, TrainMemory
 from meshwright.plan.train_activations import activations
@@ -40,16 +42,31 @@ def stage_holdings(
     return tuple(Holding(name, term, tensor, size, source) for term, tensor, size, source in rows if size)
 
 
+def fullest(stages: Sequence[TrainStage]) -> list[TrainStage]:
+    """The stages one of which is the fullest: the first, the first with the most layers, the last."""
+    longest = max(stages, key=lambda s: len(s.layers))
+    return [stages[i] for i in sorted({0, longest.index, len(stages) - 1})]
+
+
 def train_memory(
-    spec: ModelSpec, layout: Layout, cluster: Cluster, work: Train, engine: TrainEngine = DEFAULT_ENGINE
+    spec: ModelSpec,
+    layout: Layout,
+    cluster: Cluster,
+    work: Train,
+    engine: TrainEngine = DEFAULT_ENGINE,
+    *,
+    few: bool = False,
 ) -> TrainMemory:
     """Training memory of every rank class (one a pipeline stage) at the peak of a step.
 
     Ranks of one stage hold the same: tensor, data, context and expert parallel shards are equal up to rounding.
+    ``few``: only the stages that can be the fullest: the first, the last, and the first with the most layers (a
+    search looks at many layouts; in-flight micro-batches never grow from one stage to the next).
 
     Raises:
         IllegalLayoutError: the pipeline has more parts than the model has layers.
     """
+    stages = train_stages(spec, layout)
     per_stage = layout.tp * layout.dp * layout.cp
     ranks = tuple(
         RankMemory(
@@ -60,6 +77,6 @@ def train_memory(
             capacity_bytes=cluster.device.memory_bytes,
             holdings=stage_holdings(spec, stage, layout, work, engine, f"pp{stage.index}"),
         )
-        for stage in train_stages(spec, layout)
+        for stage in (fullest(stages) if few else stages)
     )
     return TrainMemory(ranks)
