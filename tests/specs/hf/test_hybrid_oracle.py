@@ -60,7 +60,7 @@ ZAMBA: dict[str, Any] = BASE | {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", NEMOTRON),
     "nemotron_h latent": ("nemotron_h", NEMOTRON | {"moe_latent_size": 12}),
-    "nemotron_h biases": ("nemotron_h", NEMOTRON | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}),
+    "nemotron_h biases": ("nemotron_h", NEMOTRON | {"moe_latent_size": 12, "mlp_bias": True, "use_bias": True}),
     "bamba": ("bamba", BASE | MAMBA2 | {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
     "jamba": (
         "jamba",

@@ -36,6 +36,7 @@ def shared_tensors(
     *,
     name: str,
     leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+    bias: bool = False,
 ) -> None:
     """The shared expert of a layer under ``name``."""
     if not layers:
@@ -44,7 +45,7 @@ def shared_tensors(
     ops = ("gate", "up", "down")[-len(leaves) :]
     for leaf, op in zip(leaves, ops, strict=True):
         out_dim, in_dim = (hidden, inner) if op == "down" else (inner, hidden)
-        t.linear(f"{name}.{leaf}", out_dim, in_dim, role="shared_expert", op=op, layers=layers)
+        t.linear(f"{name}.{leaf}", out_dim, in_dim, role="shared_expert", op=op, layers=layers, bias=bias)
 
 
 def text_ends(

@@ -57,7 +57,7 @@ def _moe(f: Fields) -> Moe:
     )
 
 
-def _moe_tensors(t: Table, hidden: int, moe: Moe, layers: tuple[int, ...]) -> None:
+def _moe_tensors(t: Table, hidden: int, moe: Moe, layers: tuple[int, ...], bias: bool) -> None:
     """Router over the full width; with ``latent`` the experts work between two shared projections."""
     width = moe.latent or hidden
     rows, name = seg("fixed", moe.experts), f"{t.prefix}mixer.gate.e_score_correction_bias"
@@ -65,12 +65,14 @@ def _moe_tensors(t: Table, hidden: int, moe: Moe, layers: tuple[int, ...]) -> No
     t.linear("mixer.gate", rows, hidden, role="router", op="router", layers=layers, dtype="f32")
     if moe.latent:
         latent = seg("fixed", moe.latent)
-        t.linear("mixer.fc1_latent_proj", latent, hidden, role="other", op="latent_in", layers=layers)
-        t.linear("mixer.fc2_latent_proj", hidden, latent, role="other", op="latent_out", layers=layers)
+        t.linear("mixer.fc1_latent_proj", latent, hidden, role="other", op="latent_in", layers=layers, bias=bias)
+        t.linear("mixer.fc2_latent_proj", hidden, latent, role="other", op="latent_out", layers=layers, bias=bias)
     leaves = ("up_proj", "down_proj")
     expert_tensors(t, width, moe.intermediate, moe.experts, layers, name="mixer.experts", leaves=leaves)
     if moe.shared_intermediate:
-        shared_tensors(t, hidden, moe.shared_intermediate, layers, name="mixer.shared_experts", leaves=leaves)
+        shared_tensors(
+            t, hidden, moe.shared_intermediate, layers, name="mixer.shared_experts", leaves=leaves, bias=bias
+        )
 
 
 def _mtp(f: Fields, dtype: str, hidden: int, attention: Attention) -> tuple[tuple[Layer, ...], Table]:
@@ -90,10 +92,9 @@ def _mtp(f: Fields, dtype: str, hidden: int, attention: Attention) -> tuple[tupl
         t.norm(leaf, hidden, layers=every[:1])
     t.linear("eh_proj", hidden, 2 * hidden, role="other", op="eh_proj", layers=every[:1])
     t.norm("final_layernorm", hidden, layers=every[-1:])
-    bias = f.flag("attention_bias")
-    qkvo_tensors(t, hidden, attention, of(kinds, "attention"), name="mixer", bias=bias, out_bias=bias)
+    qkvo_tensors(t, hidden, attention, of(kinds, "attention"), name="mixer")
     if "moe" in kinds:
-        _moe_tensors(t, hidden, _moe(f), of(kinds, "moe"))
+        _moe_tensors(t, hidden, _moe(f), of(kinds, "moe"), f.flag("mlp_bias"))
     return tuple(_layer(kind, f, attention, None) for kind in kinds), t
 
 
@@ -123,21 +124,20 @@ def nemotron_h(f: Fields, dtype: str) -> Parts:
         f.integer("ssm_state_size", default=128),
         f.integer("conv_kernel", "mamba_d_conv", default=4),
         f.flag("use_conv_bias", "mamba_conv_bias", default=True),
-        f.flag("mamba_proj_bias", default=f.flag("use_bias")),
+        f.flag("use_bias"),
     )
     tied = f.flag("tie_word_embeddings")
     t = Table(dtype, prefix="backbone.layers.{layer}.")
     backbone_ends(t, hidden, vocab, tied)
     t.norm("norm", hidden, layers=tuple(range(len(kinds))))
     mamba2_tensors(t, "mixer", hidden, m, of(kinds, "mamba"))
-    bias = f.flag("attention_bias")
-    qkvo_tensors(t, hidden, attention, of(kinds, "attention"), name="mixer", bias=bias, out_bias=bias)
+    qkvo_tensors(t, hidden, attention, of(kinds, "attention"), name="mixer")
     if "mlp" in kinds:
         inner, mlp_bias = f.integer("intermediate_size"), f.flag("mlp_bias")
         leaves = ("up_proj", "down_proj")
         mlp3_tensors(t, hidden, inner, of(kinds, "mlp"), name="mixer", leaves=leaves, bias=mlp_bias)
     if "moe" in kinds:
-        _moe_tensors(t, hidden, _moe(f), of(kinds, "moe"))
+        _moe_tensors(t, hidden, _moe(f), of(kinds, "moe"), f.flag("mlp_bias"))
     recurrent = m.recurrent(ssm_dtype(f, "f32"))
     mtp: tuple[Layer, ...] = ()
     if f.integer("num_nextn_predict_layers", default=0, low=0, high=64):
