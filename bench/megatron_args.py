@@ -298,6 +298,7 @@ def engine_of(test: str, env: str, environ: Mapping[str, object], r: Reader) -> 
         score_bytes=6 if r.flag("no-masked-softmax-fusion") and local else 0,
         separate_main_grads=True,
         gather_buffer=True,
+        grad_buffer=True,
         head_tensors=7 if test.startswith("bert") else 0,
         offload_modules=tuple(r.text("offload-modules").strip("[]").split()),
         fp8=bool(r.text("fp8-format")),

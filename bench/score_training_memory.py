@@ -147,14 +147,13 @@ def _torchtitan(row: Row) -> float:
     spec = llama3(size)
     tp, pp, cp = _int(row, "tp"), _int(row, "pp"), _int(row, "cp")
     full = "full AC" in row["note"] or "4D" in row["note"]
-    batch = _int(row, "micro_batch")
-    if pp > 1:
-        batch = 1
+    batch, dp = _int(row, "micro_batch"), _int(row, "dp")
+    micro_batches = pp if pp > 1 else 1
     layout = Layout(
-        tp=tp, pp=pp, dp=_int(row, "dp"), cp=cp, sp=tp > 1, zero=3, micro_batch=batch, schedule="1f1b"
+        tp=tp, pp=pp, dp=dp, cp=cp, sp=tp > 1, zero=3, micro_batch=max(1, batch // micro_batches), schedule="1f1b"
     )  # fmt: skip
     work = Train(
-        seq=_int(row, "seq"), global_batch=max(_int(row, "batch"), batch * _int(row, "dp")),
+        seq=_int(row, "seq"), global_batch=batch * dp,
         recompute="full" if full else "selective",
     )  # fmt: skip
     return _total(spec, layout, work, TITAN.with_(async_tp="Async" in row["note"])) / GIB

@@ -23,8 +23,9 @@ from meshwright.specs.layout import Layout
 from meshwright.specs.model import Layer, ModelSpec
 from meshwright.specs.workload import Train
 
-#: Inputs of the norms, by block, that recomputing ``layernorm`` drops.
+#: Boundary tensors of a Megatron stage (fitted on 120 golden rows with pp > 1; +-1 fits single rows better).
 BOUNDARIES = 3
+#: What recomputing ``layernorm`` drops of a block.
 _NORM_OUTPUTS = ("norm output",)
 
 
@@ -131,6 +132,16 @@ def local_logits(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine)
     return s.tokens * (padded_vocab(spec.vocab, layout.tp, engine) // layout.tp)
 
 
+def boundary_tensors(engine: TrainEngine, held: tuple[int, ...], micro_batches: int) -> int:
+    """Tensors of rows x hidden that a stage holds for its neighbours.
+
+    Megatron: the received input, the gradient to send and one in transit. torch.distributed.pipelining: a receive
+    buffer a micro-batch in both directions (``_PipelineStageBase._prepare_forward_infra``), and the output of every
+    micro-batch in flight.
+    """
+    return sum(held) + 2 * micro_batches if engine.kernels == "torch" else BOUNDARIES
+
+
 def weight_gradient(layer: Layer, s: Shape, engine: TrainEngine, *, head: bool) -> int:
     """Temporary gradient of the largest hidden matrix of the last layer. Without the head's tensors beside it, that
     layer's MLP hidden tensors are already freed."""  # fmt: skip
@@ -200,7 +211,7 @@ def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train,
     if stage.embedding and s.dropout:
         parts["embedding dropout"] = s.rows * s.hidden * max(held)
     if layout.pp > 1:
-        parts["boundaries"] = BOUNDARIES * s.width * s.rows * s.hidden
+        parts["boundaries"] = boundary_tensors(engine, held, micro) * s.width * s.rows * s.hidden
     if engine.attention_mask:
         parts["attention mask"] = s.batch * s.seq * s.seq
     if engine.gather_buffer and s.rows < s.tokens and stage.head:

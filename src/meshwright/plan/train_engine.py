@@ -33,8 +33,8 @@ class TrainEngine:
         weight_gradient_bytes: bytes an element of the temporary gradient of a layer's largest hidden matrix, alive
             when the last layer's backward begins (0: gradients are accumulated by the product itself).
         vocab_multiple, vocab_times_tp: rows of embedding and head are padded to a multiple of this (x tp).
-        grad_buffer: gradients live in one buffer for the whole step (Megatron); else only from the first
-            backward to the optimizer.
+        grad_buffer: gradients of gathered units lie in buffers of the reduce dtype (Megatron), not only in the
+            parameters' dtype until they are reduced (FSDP2).
         fsdp_unsharded: FSDP under a pipeline keeps parameters and gradients gathered for the whole step.
         microbatch_group: micro-batches of one group of the interleaved schedule; None: the number of stages.
         dispatcher: how tokens reach their experts.
@@ -71,7 +71,7 @@ class TrainEngine:
     weight_gradient_bytes: float = 0.0
     vocab_multiple: int = 1
     vocab_times_tp: bool = False
-    grad_buffer: bool = True
+    grad_buffer: bool = False
     fsdp_unsharded: bool = True
     microbatch_group: int | None = None
     dispatcher: Dispatcher = "alltoall"

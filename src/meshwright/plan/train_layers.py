@@ -246,13 +246,14 @@ def backward_extra(layer: Layer, s: Shape) -> int:
     """Gradients and gathered tensors that are alive beside a layer's saved tensors while its backward runs.
 
     The gradients of the MLP's hidden tensors; with sequence parallelism the gathered inputs of both blocks, the
-    gathered output gradient and the unreduced input gradient (T h each; two of them with asynchronous TP).
+    gathered output gradient and the unreduced input gradients of gate and up (T h each; three of the five with
+    asynchronous TP).
     """
     extra = 0
     if (m := layer.mlp) is not None:
         extra = s.width * s.tokens * _cut(m.intermediate, s.tp) * (2 if m.gated else 1)
     if s.rows < s.tokens:
-        extra += (2 if s.engine.async_tp else 4) * s.width * s.tokens * s.hidden
+        extra += (3 if s.engine.async_tp else 5) * s.width * s.tokens * s.hidden
     return extra
 
 

@@ -104,7 +104,7 @@ def fsdp_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: Tr
 
     Without a pipeline: the root unit (embedding, final norm, head) stays whole from its gather to its reduction, and
     with it ``prefetch`` + 1 layers (all layers without ``reshard_after_forward``, or wrapped as one model); one
-    layer's gradient is whole while the next one's backward runs. With a pipeline (``fsdp_unsharded``) parameters
+    layer's gradient is whole in both dtypes while it is reduced, and the root's waits for the end of the backward. With a pipeline (``fsdp_unsharded``) parameters
     and unreduced fp32 gradients of the whole stage stay whole from micro-batch to micro-batch.
     """
     knobs = layout.fsdp or Fsdp()
@@ -128,8 +128,9 @@ def fsdp_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: Tr
             gathered = width * everything
         else:
             gathered = width * (root + sum(inner[: knobs.prefetch + 1]))
-        largest = everything if knobs.wrap == "model" else root + max(inner, default=0)
-        gradients = (width + reduce) * largest
+        largest = everything if knobs.wrap == "model" else max(inner, default=0)
+        waiting = 0 if knobs.wrap == "model" else root
+        gradients = (width + reduce) * largest + (width + (reduce if engine.grad_buffer else 0)) * waiting
     return States(
         weights=_spread(dense, expert, stored, degrees),
         gradients=_spread(dense, expert, reduce, degrees),
