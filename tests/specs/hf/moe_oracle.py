@@ -38,7 +38,7 @@ def matches(
     model_type: str,
     *,
     auto: str = "AutoModelForCausalLM",
-    router_f32: bool = False,
+    router_dtype: bool = False,
     text_prefix: str | None = None,
     extra: Mapping[str, Any] | None = None,
     **config: Any,
@@ -48,7 +48,7 @@ def matches(
     Args:
         model_type: of the class.
         auto: the auto class that picks the model class.
-        router_f32: transformers keeps the router in fp32, published checkpoints hold it in bf16.
+        router_dtype: whether routers too must have the dtype that transformers writes.
         text_prefix: compare the text part of a wrapper only; its tensors begin with this.
         extra: keys laid over the saved configuration.
         config: small sizes.
@@ -64,7 +64,7 @@ def matches(
         }
     spec = model_from_config(raw, model_type, "test")
     ours = decoder_of(spec)
-    if router_f32:
+    if not router_dtype:
         saved = {name: _as_published(name, row, ours) for name, row in saved.items()}
     assert_same(ours, saved)
     assert spec.assumptions == ()
@@ -77,5 +77,6 @@ def decoder_of(spec: ModelSpec) -> Shapes:
 
 
 def _as_published(name: str, row: tuple[tuple[int, ...], str], ours: Shapes) -> tuple[tuple[int, ...], str]:
-    router = name.endswith(".gate.weight") and row[1] == "f32" and ours.get(name, row)[1] == "bf16"
-    return (row[0], "bf16") if router else row
+    """Routers and their bias: transformers casts or keeps them by class, checkpoints hold either."""
+    router = name.endswith((".gate.weight", "correction_bias")) and name in ours
+    return (row[0], ours[name][1]) if router else row

@@ -37,7 +37,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model_type", "config"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)])
 def test_equals_transformers(model_type: str, config: dict[str, Any]) -> None:
-    matches(model_type, router_f32=True, extra={"num_nextn_predict_layers": 0}, **config)
+    matches(model_type, extra={"num_nextn_predict_layers": 0}, **config)
 
 
 def test_longcat_equals_transformers() -> None:

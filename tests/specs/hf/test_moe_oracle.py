@@ -72,7 +72,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model_type", "config"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)])
 def test_equals_transformers(model_type: str, config: dict[str, Any]) -> None:
-    matches(model_type, router_f32=True, **{**SIZES, **config})
+    matches(model_type, **{**SIZES, **config})
 
 
 def test_dbrx_equals_transformers() -> None:

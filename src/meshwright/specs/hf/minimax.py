@@ -18,14 +18,18 @@ from meshwright.specs.hf.moe import (
     shared_width,
     stack,
 )
+from meshwright.specs.hf.mtp import MtpNames, nextn
 from meshwright.specs.hf.registry import Parts, architecture
 from meshwright.specs.hf.table import Table, seg
-from meshwright.specs.model import Indexer
+from meshwright.specs.model import Attention, Indexer, Layer
 
 NAMES = replace(
     MIXTRAL,
     routing_bias="block_sparse_moe.e_score_correction_bias",
     shared="block_sparse_moe.shared_experts",
+)
+PREDICTION = MtpNames(
+    "model.mtp.layers.{layer}.", False, "transformer_layer.", last="final_layernorm", embed="", head=""
 )
 
 
@@ -33,13 +37,14 @@ NAMES = replace(
 def minimax_m2(f: Fields, dtype: str) -> Parts:
     """MiniMax-M2 to M2.7: norms over all query (key) heads at once, every layer routes.
 
-    ``num_mtp_modules`` is 3, but the published 229 B parameters are those of the 62 decoder layers alone.
+    Routers are stored in fp32. ``num_mtp_modules`` is 3, but the published 229 B parameters are those of the
+    62 decoder layers alone.
     """
     n = f.layers()
     moe = routed(f, width=("intermediate_size",), experts=256, topk=8)
     norm = "whole" if f.flag("use_qk_norm", default=True) else ""
     mixers = (gqa(f),) * n
-    return moe_decoder(f, dtype, mixers, range(n), moe, NAMES, qk_norm=norm, bias_dtype=None)[1]
+    return moe_decoder(f, dtype, mixers, range(n), moe, NAMES, qk_norm=norm, router_dtype="f32")[1]
 
 
 @architecture("MiniMaxM3ForCausalLM", "MiniMaxM3SparseForCausalLM", "minimax_m3", "minimax_m3_vl_text")
@@ -59,22 +64,38 @@ def minimax_m3(f: Fields, dtype: str) -> Parts:
     a, tied = gqa(f), f.flag("tie_word_embeddings")
     t = Table(dtype)
     ends(t, hidden, vocab, tied)
-    attention_tensors(t, hidden, a, every)
-    qk_norms(t, a, every)
-    if x is not None and indexed:
-        q, key = seg("index_heads", x.heads, x.head_dim), seg("fixed", x.head_dim)
-        t.linear("self_attn.index_q_proj", q, hidden, role="indexer", op="index_q", layers=indexed)
-        t.linear("self_attn.index_k_proj", key, hidden, role="indexer", op="index_k", layers=indexed)
-        for name in ("index_q_norm", "index_k_norm"):
-            t.norm(f"self_attn.{name}", key, layers=indexed, role="indexer")
+    _attention(t, hidden, a, every)
+    if x is not None:
+        _selector(t, hidden, x, indexed)
     if rest:
         mlp_tensors(t, hidden, dense, rest)
-    moe_tensors(t, hidden, moe, sparse, NAMES, bias_dtype=None)
+    moe_tensors(t, hidden, moe, sparse, NAMES, router_dtype="f32")
     for name in ("input_layernorm", "post_attention_layernorm"):
         t.norm(name, hidden, layers=every)
     mixers = tuple(replace(a, indexer=x if i in indexed else None) for i in every)
     longest = f.integer("max_position_embeddings", default=524288, high=1 << 30)
-    return Parts(hidden, vocab, stack(mixers, sparse, moe, dense), tuple(t.families), tied, longest)
+    parts = Parts(hidden, vocab, stack(mixers, sparse, moe, dense), tuple(t.families), tied, longest)
+
+    def block(to: Table, at: tuple[int, ...]) -> None:
+        _attention(to, hidden, a, at)
+        if x is not None:
+            _selector(to, hidden, x, at)
+        moe_tensors(to, hidden, moe, at, NAMES, router_dtype="f32")
+
+    return nextn(f, t, parts, block, Layer((replace(a, indexer=x),), (moe,)), PREDICTION)
+
+
+def _attention(t: Table, hidden: int, a: Attention, at: tuple[int, ...]) -> None:
+    attention_tensors(t, hidden, a, at)
+    qk_norms(t, a, at)
+
+
+def _selector(t: Table, hidden: int, x: Indexer, at: tuple[int, ...]) -> None:
+    q, key = seg("index_heads", x.heads, x.head_dim), seg("fixed", x.head_dim)
+    t.linear("self_attn.index_q_proj", q, hidden, role="indexer", op="index_q", layers=at)
+    t.linear("self_attn.index_k_proj", key, hidden, role="indexer", op="index_k", layers=at)
+    for name in ("index_q_norm", "index_k_norm"):
+        t.norm(f"self_attn.{name}", key, layers=at, role="indexer")
 
 
 def _indexer(f: Fields, n: int) -> tuple[Indexer | None, tuple[int, ...]]:

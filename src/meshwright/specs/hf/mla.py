@@ -23,7 +23,7 @@ from meshwright.specs.hf.moe import (
     shared_width,
     stack,
 )
-from meshwright.specs.hf.mtp import nextn
+from meshwright.specs.hf.mtp import COPIES, NO_COPIES, MtpNames, count_of, nextn
 from meshwright.specs.hf.registry import Parts, architecture
 from meshwright.specs.hf.table import Table, seg
 from meshwright.specs.model import Attention, Indexer, Layer, Mlp, Moe
@@ -127,7 +127,7 @@ def latent_decoder(
     shared: int = 1,
     sparse_attention: bool = False,
     extra_norm: str = "",
-    copies: bool = True,
+    prediction: MtpNames = COPIES,
 ) -> Parts:
     """A DeepSeek-V3 shaped decoder: dense first layers, then shared and routed experts, then prediction layers.
 
@@ -137,7 +137,7 @@ def latent_decoder(
         shared: shared experts where the configuration is silent.
         sparse_attention: whether layers have the token selector.
         extra_norm: a norm behind the experts of routing layers (A.X K1).
-        copies: whether prediction layers store embedding and head again.
+        prediction: names of the prediction layers.
     """
     hidden, vocab, n = f.integer("hidden_size"), f.integer("vocab_size"), f.layers()
     a, bias = mla(f), f.flag("attention_bias")
@@ -173,7 +173,7 @@ def latent_decoder(
         t.norm(extra_norm, hidden, layers=sparse)
     longest = f.integer("max_position_embeddings", default=163840, high=1 << 30)
     parts = Parts(hidden, vocab, stack(mixers, sparse, moe, width), tuple(t.families), tied, longest)
-    return nextn(f, t, parts, block, Layer((replace(a, indexer=x),), (moe,)), copies=copies)
+    return nextn(f, t, parts, block, Layer((replace(a, indexer=x),), (moe,)), prediction)
 
 
 def _shared(x: Indexer | None, mine: bool) -> Indexer | None:
@@ -202,7 +202,7 @@ def deepseek_v32(f: Fields, dtype: str) -> Parts:
 @architecture("GlmMoeDsaForCausalLM", "glm_moe_dsa")
 def glm_moe_dsa(f: Fields, dtype: str) -> Parts:
     """GLM-5 to GLM-5.3: sparse latent attention; from 5.2 on most layers reuse a neighbour's selection."""
-    return latent_decoder(f, dtype, dense=3, sparse_attention=True, copies=False)
+    return latent_decoder(f, dtype, dense=3, sparse_attention=True, prediction=NO_COPIES)
 
 
 @architecture("Glm4MoeLiteForCausalLM", "glm4_moe_lite")
@@ -276,7 +276,25 @@ def longcat_flash(f: Fields, dtype: str) -> Parts:
     _experts_only(t, hidden, moe, every)
     longest = f.integer("max_position_embeddings", default=131072, high=1 << 30)
     layer = Layer((a, a), (Mlp(inter), Mlp(inter), moe))
-    return Parts(hidden, vocab, (layer,) * n, tuple(t.families), tied, longest)
+    parts = Parts(hidden, vocab, (layer,) * n, tuple(t.families), tied, longest)
+    return _longcat_prediction(f, t, parts, a, inter)
+
+
+def _longcat_prediction(f: Fields, t: Table, parts: Parts, a: Attention, inter: int) -> Parts:
+    """A dense layer with one attention; its embedding and last norm lie beside the layers."""
+    if not count_of(f):
+        return parts
+    extra = Table(t.dtype, section="mtp")
+    extra.add("model.mtp.embed_tokens.weight", seg("vocab", parts.vocab), parts.hidden, role="embedding")
+    extra.norm("model.mtp.norm", parts.hidden)
+
+    def block(to: Table, at: tuple[int, ...]) -> None:
+        mla_tensors(to, parts.hidden, a, at, bias=f.flag("attention_bias"))
+        mlp_tensors(to, parts.hidden, inter, at, name="transformer_layer.mlp")
+
+    names = MtpNames("model.mtp.layers.{layer}.", False, enorm="enorm.m", hnorm="hnorm.m", last="", embed="", head="")
+    more = nextn(f, t, parts, block, Layer((a,), (Mlp(inter),)), names)
+    return replace(more, families=(*more.families, *extra.families))
 
 
 def _experts_only(t: Table, hidden: int, moe: Moe, layers: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.specs.hf.dense import attention_tensors, gqa
+from meshwright.specs.hf.dense import attention_tensors, gqa, mlp_tensors
 from meshwright.specs.hf.fields import MAX_EXPERTS, MAX_LAYERS, Fields
 from meshwright.specs.hf.moe import (
     DEEPSEEK,
@@ -24,12 +24,23 @@ from meshwright.specs.hf.moe import (
     shared_width,
     windows,
 )
-from meshwright.specs.hf.mtp import nextn
+from meshwright.specs.hf.mtp import MtpNames, count_of, nextn
 from meshwright.specs.hf.registry import Parts, architecture
 from meshwright.specs.hf.table import Table, seg
-from meshwright.specs.model import Layer, Moe
+from meshwright.specs.model import Layer, Mlp, Moe
 
-MAX_HEADS = 1 << 14
+#: Prediction layers of ERNIE 4.5: a dense block, with norms and projection beside it.
+ERNIE_PREDICTION = MtpNames(
+    "model.mtp_",
+    False,
+    "block.{layer}.",
+    "emb_norm.{layer}",
+    "hidden_norm.{layer}",
+    "linear_proj.{layer}",
+    last="",
+    embed="",
+    head="",
+)
 
 
 @architecture("MixtralForCausalLM", "mixtral")
@@ -135,7 +146,13 @@ def ernie4_5_moe(f: Fields, dtype: str) -> Parts:
         t.add("lm_head.bias", seg("vocab", parts.vocab), role="head", part="bias")
     name = t.prefix + "mlp.moe_statics.e_score_correction_bias"
     t.add(name, seg("fixed", 1), seg("fixed", moe.experts), role="router", part="bias", layers=sparse, dtype="f32")
-    return parts_of(t, parts)
+    width = f.integer("intermediate_size") if count_of(f) else 0
+
+    def block(extra: Table, at: tuple[int, ...]) -> None:
+        attention_tensors(extra, parts.hidden, mixers[0], at, bias=bias, out_bias=bias)
+        mlp_tensors(extra, parts.hidden, width, at, bias=bias)
+
+    return nextn(f, t, parts, block, Layer((mixers[0],), (Mlp(width),)), ERNIE_PREDICTION, bias=bias)
 
 
 @architecture("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe")

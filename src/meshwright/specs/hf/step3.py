@@ -7,9 +7,10 @@ from dataclasses import replace
 from meshwright.specs.hf.dense import attention_tensors, ends, gqa, mlp_tensors
 from meshwright.specs.hf.fields import MAX_EXPERTS, Fields
 from meshwright.specs.hf.moe import MoeNames, after_dense, outside, qk_norms, shared_tensors, stack
+from meshwright.specs.hf.mtp import MtpNames, count_of, nextn
 from meshwright.specs.hf.registry import Parts, architecture
 from meshwright.specs.hf.table import Table, seg
-from meshwright.specs.model import Attention, Moe
+from meshwright.specs.model import Attention, Layer, Mlp, Moe
 
 MAX_HEADS = 1 << 14
 
@@ -18,10 +19,10 @@ MAX_HEADS = 1 << 14
 def step3p5(f: Fields, dtype: str) -> Parts:
     """The text part of Step-3.5/3.7-Flash; sliding layers may have more query heads than the others.
 
-    The prediction layers (``num_nextn_predict_layers``) are not counted: their tensors are not documented.
+    With its three prediction layers Step-3.5-Flash has the published 199 B parameters.
     """
     hidden, vocab, n = f.integer("hidden_size"), f.integer("vocab_size"), f.layers()
-    mixers = _attentions(f, n)
+    *mixers, ahead = _attentions(f, n)
     sparse = _sparse(f, n)
     rest = outside(sparse, n)
     moe = Moe(
@@ -36,19 +37,35 @@ def step3p5(f: Fields, dtype: str) -> Parts:
     ends(t, hidden, vocab, tied)
     for a in dict.fromkeys(mixers):
         at = tuple(i for i in range(n) if mixers[i] == a)
-        attention_tensors(t, hidden, a, at, bias=bias, out_bias=bias)
-        qk_norms(t, a, at)
-        t.linear("self_attn.g_proj", seg("heads", a.heads), hidden, role="attention", op="gate", layers=at)
+        _attention(t, hidden, a, at, bias)
     if rest:
         mlp_tensors(t, hidden, dense, rest)
     if sparse:
         _experts(t, hidden, moe, sparse)
     for name in ("input_layernorm", "post_attention_layernorm"):
         t.norm(name, hidden, layers=range(n))
-    if f.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, low=0):
-        f.assume("the multi-token-prediction layers of Step are not counted; only the decoder is")
     longest = f.integer("max_position_embeddings", default=128000, high=1 << 30)
-    return Parts(hidden, vocab, stack(mixers, sparse, moe, dense), tuple(t.families), tied, longest)
+    parts = Parts(hidden, vocab, stack(mixers, sparse, moe, dense), tuple(t.families), tied, longest)
+    return _prediction(f, t, parts, ahead, bias)
+
+
+def _prediction(f: Fields, t: Table, parts: Parts, a: Attention, bias: bool) -> Parts:
+    """Dense layers, each with an own head."""
+    width = f.integer("intermediate_size") if count_of(f) else 0
+
+    def block(to: Table, at: tuple[int, ...]) -> None:
+        _attention(to, parts.hidden, a, at, bias)
+        mlp_tensors(to, parts.hidden, width, at)
+
+    head = "transformer.shared_head."
+    names = MtpNames(last=head + "norm", embed="", head=head + "output")
+    return nextn(f, t, parts, block, Layer((a,), (Mlp(width),)), names)
+
+
+def _attention(t: Table, hidden: int, a: Attention, at: tuple[int, ...], bias: bool) -> None:
+    attention_tensors(t, hidden, a, at, bias=bias, out_bias=bias)
+    qk_norms(t, a, at)
+    t.linear("self_attn.g_proj", seg("heads", a.heads), hidden, role="attention", op="gate", layers=at)
 
 
 def _experts(t: Table, hidden: int, moe: Moe, at: tuple[int, ...]) -> None:
@@ -63,18 +80,22 @@ def _experts(t: Table, hidden: int, moe: Moe, at: tuple[int, ...]) -> None:
 
 
 def _attentions(f: Fields, n: int) -> tuple[Attention, ...]:
-    """Attention of every layer; ``layer_types`` may go on with the prediction layers."""
+    """Attention of ``n`` layers and then of one prediction layer; ``layer_types`` may go on with those.
+
+    Prediction layers that it does not list have a sliding window, as the published ones, where there is any.
+    """
     heads = f.integer("num_attention_heads", high=MAX_HEADS)
     groups = f.integer("num_key_value_heads", "num_attention_groups", default=8, high=MAX_HEADS)
     whole = replace(gqa(f), kv_heads=groups, gated=True)
     other = f.sub("attention_other_setting")
     wide = f.integer("num_sliding_attention_heads", default=0, low=0, high=MAX_HEADS)
     wide = wide or other.integer("num_attention_heads", default=heads, high=MAX_HEADS)
-    types = f.texts("layer_types")[:n]
+    types = f.texts("layer_types")[: n + 1]
     if "sliding_attention" not in types:
-        return (whole,) * n
+        return (whole,) * (n + 1)
     local = replace(whole, heads=wide, window=f.integer("sliding_window", high=1 << 30))
     kinds = types + ("full_attention",) * (n - len(types))
+    kinds += ("sliding_attention",) * (n + 1 - len(kinds))
     return tuple(local if kind == "sliding_attention" else whole for kind in kinds)
 
 
