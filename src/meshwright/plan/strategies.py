@@ -80,6 +80,11 @@ class _Setting:
         """Divisors of ``largest`` above one, from the largest."""
         return (n for n in range(largest, 1, -1) if largest % n == 0)
 
+    def inside(self) -> Iterator[int]:
+        """Degrees inside a node: its divisors first, then what else fits it."""
+        yield from self.divisors(self.node)
+        yield from (n for n in range(self.node - 1, 1, -1) if self.node % n)
+
     def batch_shards(self) -> Iterator[int]:
         """Data-parallel degrees that the devices and the global batch allow, from the largest."""
         batch = self.workload.global_batch if isinstance(self.workload, Train) else 0
@@ -87,7 +92,7 @@ class _Setting:
 
 
 def _tp(s: _Setting) -> Iterator[Layout]:
-    return (Layout(tp=n) for n in s.divisors(s.node))
+    return (Layout(tp=n) for n in s.inside())
 
 
 def _pp(s: _Setting) -> Iterator[Layout]:
@@ -107,7 +112,7 @@ def _ep(s: _Setting) -> Iterator[Layout]:
 
 
 def _sp(s: _Setting) -> Iterator[Layout]:
-    return (Layout(tp=n, sp=True) for n in s.divisors(s.node))
+    return (Layout(tp=n, sp=True) for n in s.inside())
 
 
 def _cp(s: _Setting) -> Iterator[Layout]:
@@ -115,7 +120,7 @@ def _cp(s: _Setting) -> Iterator[Layout]:
 
 
 def _dcp(s: _Setting) -> Iterator[Layout]:
-    for n in s.divisors(s.node):
+    for n in s.inside():
         yield from (Layout(tp=n, dcp=d) for d in range(n, 1, -1) if n % d == 0)
 
 
