@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.specs.hf.table import Table, seg
 from meshwright.specs.model import Attention, Layer, Mlp, ModelSpec, Moe, Quantization, Recurrent
 from meshwright.specs.tensors import Dim, TensorFamily
@@ -175,3 +177,22 @@ def _coarse(dim: Dim, by: int) -> Dim:
         whole = s.width % by == 0
         out.append(seg(s.label, s.units, s.width // by) if whole else seg(s.label, -(-s.size // by)))
     return tuple(out)
+
+
+def with_draft(spec: ModelSpec) -> ModelSpec:
+    """The same model with one draft layer, with copies of embedding and head as DeepSeek-V3 stores them."""
+    t = Table("bf16", "model.layers.{layer}.", "mtp")
+    index = (len(spec.layers),)
+    rows = seg("vocab", spec.vocab)
+    t.linear("embed_tokens", rows, spec.hidden, role="embedding", op="", layers=index)
+    t.linear("shared_head.head", rows, spec.hidden, role="head", op="head", layers=index)
+    t.linear("eh_proj", spec.hidden, seg("fixed", 2 * spec.hidden), role="other", op="eh", layers=index)
+    return replace(spec, families=(*spec.families, *t.families), mtp_layers=spec.layers[-1:])
+
+
+def with_vision(spec: ModelSpec) -> ModelSpec:
+    """The same model with a small encoder, its square matrices cut on their first labelled side only."""
+    t = Table("bf16", "visual.{layer}.", "vision")
+    wide = seg("vision", 12)
+    t.linear("fc", wide, wide, role="other", op="fc", layers=(0, 1))
+    return replace(spec, families=(*spec.families, *t.families))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.engines import profile
 from meshwright.errors import IllegalLayoutError
 from meshwright.specs import shares
-from meshwright.specs.layout import Layout
+from meshwright.specs.layout import Layout, parse_layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.placement import Coordinate, Placement, Shard, place
 from meshwright.specs.profile import EngineProfile
@@ -274,3 +274,42 @@ def test_many_ranks_cost_what_few_cost() -> None:
     assert {len(s.experts) for s in p.shards(p.coordinate(99_999)) if s.family.role == "expert"} == {4}
     assert taken < 0.25, f"{taken:.3f} s"
     assert p.rank(p.coordinate(131_071)) == 131_071
+
+
+def test_draft_layers_lie_on_the_last_stage_and_only_when_asked_for() -> None:
+    spec = builders.with_draft(builders.moe(layers=4))
+    plain = place(spec, Layout(pp=2), VLLM)
+    assert "mtp" not in plain.weight_bytes_by_role(Coordinate(pp=1))
+    drafting = place(spec, Layout(pp=2), VLLM, sections=("decoder", "mtp"))
+    roles = [drafting.weight_bytes_by_role(Coordinate(pp=stage)) for stage in (0, 1)]
+    assert "mtp" not in roles[0]
+    assert roles[1]["mtp"] == sum(f.total_bytes for f in spec.select("mtp") if f.role not in {"embedding", "head"})
+    assert roles[1]["embedding"] == roles[0]["embedding"]
+    assert place(spec, Layout(pp=2), OWN, sections=("decoder", "mtp")).weight_bytes_by_role(Coordinate(pp=1))[
+        "mtp"
+    ] == spec.weight_bytes("mtp")
+
+
+def test_an_encoder_is_cut_by_tp_and_loaded_by_every_stage_of_vllm() -> None:
+    spec = builders.with_vision(builders.gqa())
+    for by, stages in ((VLLM, (0, 1)), (OWN, (0,))):
+        p = place(spec, Layout(tp=2, pp=2), by)
+        held = [p.weight_bytes_by_role(Coordinate(pp=stage)).get("vision", 0) for stage in (0, 1)]
+        assert [n > 0 for n in held] == [stage in stages for stage in (0, 1)]
+        assert held[0] == spec.weight_bytes("vision") // 2
+    assert "vision" not in place(spec, Layout(), VLLM, sections=("decoder",)).weight_bytes_by_role(Coordinate())
+
+
+def test_a_mixture_of_the_largest_kind_is_placed_quickly() -> None:
+    big = builders.moe(128, 1, 256, 2048, 2048, 61, 3, hidden=7168, vocab=129280, mla=True)
+    spec = builders.with_draft(builders.block_fp8(big, 1))
+    for text in ("tp=8,ep=8", "tp=8,pp=16", "dp=64,ep=64", "tp=3,pp=7"):
+        layout = parse_layout(text)
+        by = OWN if layout.tp == 3 else VLLM
+        taken = []
+        for _ in range(5):
+            started = time.perf_counter()
+            p = place(spec, layout, by)
+            taken.append(time.perf_counter() - started)
+        assert min(taken) < 0.02, f"{text}: {min(taken) * 1e3:.1f} ms"
+        assert sum(c.ranks for c in p.classes) == layout.world

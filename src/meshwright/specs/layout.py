@@ -95,7 +95,7 @@ def _positive(key: str, text: str) -> int:
     except ValueError:
         raise InputError(f"layout: {key}={text[:20]!r} is not a whole number") from None
     if not 1 <= value <= MAX_DEGREE:
-        raise InputError(f"layout: {key}={value} is out of range; it must be 1 to {MAX_DEGREE}")
+        raise InputError(f"layout: {key}={text[:20]} is out of range; it must be 1 to {MAX_DEGREE}")
     return value
 
 

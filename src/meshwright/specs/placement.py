@@ -227,7 +227,7 @@ class Placement:
         if family.section == "vision":
             return first or self.profile.vision_on == "all"
         if family.section == "mtp":
-            return last
+            return last and not (self.profile.draft_shares_ends and family.role in {"embedding", "head"})
         if family.layers:
             return True
         if family.role in {"head", "norm"}:

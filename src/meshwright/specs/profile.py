@@ -40,6 +40,7 @@ class EngineProfile:
         moe_tp_over: axes over which one expert is cut when ep is 1.
         shared_whole_under_ep: with ep, tp and dp all above 1 tokens are sharded over tp around the experts and the
             shared experts are held whole (vLLM's sequence parallel MoE).
+        draft_shares_ends: draft layers (mtp) use the model's embedding and head instead of the checkpoint's copies.
         vision_on: stages that load the encoder of a multimodal wrapper.
         replicated_labels: dimension labels that this engine never cuts (beyond ``model`` and ``fixed``).
         constants: memory and limits, read from ``plan/constants`` or the engine's code; each documented there.
@@ -59,6 +60,7 @@ class EngineProfile:
     ep_whole: bool = False
     moe_tp_over: tuple[Axis, ...] = ("tp",)
     shared_whole_under_ep: bool = False
+    draft_shares_ends: bool = False
     vision_on: Literal["first", "all"] = "first"
     replicated_labels: frozenset[str] = frozenset()
     constants: Mapping[str, float | int | str | bool] = field(default_factory=dict)

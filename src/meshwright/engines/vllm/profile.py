@@ -30,6 +30,7 @@ def _profile(version: str) -> EngineProfile:
         ep_whole=True,
         moe_tp_over=("dp", "cp", "tp"),
         shared_whole_under_ep=True,
+        draft_shares_ends=True,  # v1/spec_decode: the draft takes the target's embedding and head
         vision_on="all",  # models/interfaces.py _mark_tower_model: skipped by modality limits, not by stage
         replicated_labels=frozenset({"index_heads"}),
         constants={
