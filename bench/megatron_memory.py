@@ -57,7 +57,7 @@ def _encoder_decoder(case: MegatronCase, holdings: tuple[Holding, ...]) -> tuple
     one = total(layer_saved(layer, decoder, case.layout)) + _cross(case, decoder, encoder)
     layers += (len(case.spec.layers) - case.encoder_layers) * one
     parts = {"layers": layers, "encoder output": 2 * encoder.width * encoder.rows * encoder.hidden}
-    parts |= head_bytes(case.spec, decoder, case.layout, case.engine)
+    parts |= head_bytes(case.spec, decoder, case.layout, case.work, case.engine)
     parts["embedding dropout"] = (decoder.rows + encoder.rows) * decoder.hidden
     kept = [h for h in holdings if h.term != "activations" or h.tensor in _STAYS]
     return (*kept, *(Holding("last", "activations", name, size, "modelled") for name, size in parts.items()))

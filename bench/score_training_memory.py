@@ -13,7 +13,7 @@ from bench.megatron_memory import predict
 from bench.scoring import ScoreRow
 from bench.training_models import KORTHIKANTI, deepseek, korthikanti, llama3
 from meshwright.plan.train_activations import activations
-from meshwright.plan.train_engine import MIB, TrainEngine
+from meshwright.plan.train_engine import TrainEngine, engine_preset
 from meshwright.plan.train_memory import stage_holdings
 from meshwright.plan.train_shards import stage_units, train_stages
 from meshwright.plan.train_states import states
@@ -110,7 +110,7 @@ def _korthikanti(row: Row) -> float:
         seq=seq, global_batch=_int(row, "batch"), recompute="selective" if selective else "none", dropout=0.1,
         attention="unfused", param_dtype="f16", grad_dtype="f32",
     )  # fmt: skip
-    engine = TrainEngine(rope_copies=False, logit_bytes=0, workspace_bytes=0)
+    engine = TrainEngine(rope_copies=False, workspace_bytes=0)
     if row["metric"] == "mem_param_grad_opt":
         stage = train_stages(spec, layout)[0]
         held = states(stage_units(spec, layout, stage, engine), layout, work, engine)
@@ -132,13 +132,7 @@ def _simumax(row: Row) -> float:
         zero=1, micro_batch=_int(row, "micro_batch"),
     )  # fmt: skip
     work = Train(seq=_int(row, "seq"), global_batch=_int(row, "batch"))
-    return _total(spec, layout, work, SIMUMAX) / GIB
-
-
-SIMUMAX = TrainEngine(
-    name="megatron-core", version="0.14", kernels="te", rope_copies=False, logit_bytes=4, weight_gradient_bytes=6,
-    dispatcher="alltoall", grouped_gemm=True, permute_fusion=True, workspace_bytes=2 * 32 * MIB + 32 * MIB,
-)  # fmt: skip
+    return _total(spec, layout, work, engine_preset("megatron-core 0.14")) / GIB
 
 
 def _torchtitan(row: Row) -> float:
@@ -156,10 +150,5 @@ def _torchtitan(row: Row) -> float:
         seq=_int(row, "seq"), global_batch=batch * dp,
         recompute="full" if full else "selective",
     )  # fmt: skip
-    return _total(spec, layout, work, TITAN.with_(async_tp="Async" in row["note"])) / GIB
-
-
-TITAN = TrainEngine(
-    name="torchtitan", version="2024-12", kernels="torch", rope_copies=False, logit_bytes=12, reserved=True,
-    recompute_modules=("every_second_product",),
-)  # fmt: skip
+    engine = engine_preset("torchtitan", async_tp="Async" in row["note"])
+    return _total(spec, layout, work, engine) / GIB

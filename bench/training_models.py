@@ -5,7 +5,6 @@ from __future__ import annotations
 from meshwright.specs.build import decoder
 from meshwright.specs.model import ModelSpec
 
-
 #: Llama 3: hidden, layers, heads, ffn.
 LLAMA3 = {"8b": (4096, 32, 32, 14336), "70b": (8192, 80, 64, 28672), "405b": (16384, 126, 128, 53248)}
 

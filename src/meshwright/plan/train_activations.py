@@ -23,8 +23,6 @@ from meshwright.specs.layout import Layout
 from meshwright.specs.model import Layer, ModelSpec
 from meshwright.specs.workload import Train
 
-#: Boundary tensors of a Megatron stage (fitted on 120 golden rows with pp > 1; +-1 fits single rows better).
-BOUNDARIES = 3
 #: What recomputing ``layernorm`` drops of a block.
 _NORM_OUTPUTS = ("norm output",)
 
@@ -139,7 +137,7 @@ def boundary_tensors(engine: TrainEngine, held: tuple[int, ...], micro_batches: 
     buffer a micro-batch in both directions (``_PipelineStageBase._prepare_forward_infra``), and the output of every
     micro-batch in flight.
     """
-    return sum(held) + 2 * micro_batches if engine.kernels == "torch" else BOUNDARIES
+    return sum(held) + 2 * micro_batches if engine.kernels == "torch" else engine.boundary_tensors
 
 
 def weight_gradient(layer: Layer, s: Shape, engine: TrainEngine, *, head: bool) -> int:
@@ -165,12 +163,12 @@ def deferred_head(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine
     return s.width * (s.tokens * s.hidden * micro_batches + logits * min(engine.deferred_head, micro_batches))
 
 
-def head_bytes(spec: ModelSpec, s: Shape, layout: Layout, engine: TrainEngine) -> dict[str, int]:
+def head_bytes(spec: ModelSpec, s: Shape, layout: Layout, work: Train, engine: TrainEngine) -> dict[str, int]:
     """The last stage's end: final norm, its output, logits and the loss (``logit_bytes`` a local logit)."""
     logits = local_logits(spec, s, layout, engine)
     return {
         "final norm": (2 + engine.head_tensors) * s.width * s.rows * s.hidden + norm_saved(s),
-        "logits and loss": round(engine.logit_bytes * logits),
+        "logits and loss": round(engine.loss_bytes(work) * logits),
     }
 
 
@@ -189,7 +187,7 @@ def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train,
     if work.offload == "activations":
         parts["layers"] -= round(parts["layers"] * engine.offload_fraction)
     recomputed = max((extra for _, extra in pairs), default=0)
-    head = head_bytes(spec, s, layout, engine) if stage.head else {}
+    head = head_bytes(spec, s, layout, work, engine) if stage.head else {}
     for layer in spec.mtp_layers if stage.head else ():
         one = _layer_bytes(layer, s, layout, work)[1 if engine.offload_modules else 0]
         head["prediction layers"] = head.get("prediction layers", 0) + one

@@ -7,10 +7,17 @@ their sources lie in ``plan/constants/training.json``; ``preset`` reads them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+import json
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.errors import InputError
+from meshwright.specs.workload import Train
 
 MIB = 1 << 20
+GIB = 1 << 30
 
 AttentionKernel = Literal["flash", "cudnn", "unfused", "local"]
 Dispatcher = Literal["allgather", "alltoall", "flex"]
@@ -28,6 +35,7 @@ class TrainEngine:
         attention: kernel of the attention core, None: what the workload says (``Train.attention``).
         rope_copies: rotary embedding leaves its own copies of query and key beside the fused projection.
         logit_bytes: bytes a local logit (token x vocabulary / tp) that are alive at the peak of the loss.
+        fused_logit_bytes: the same with a fused cross-entropy (``Train.fused_cross_entropy``).
         head_tensors: tensors of tokens x hidden between the last layer and the output projection, beyond its norm
             (BERT's language head: dense, GELU of four steps, norm).
         weight_gradient_bytes: bytes an element of the temporary gradient of a layer's largest hidden matrix, alive
@@ -55,7 +63,10 @@ class TrainEngine:
         optimizer_instances: replicas of the sharded optimizer (Megatron ``num-distributed-optimizer-instances``).
         offload_fraction: part of what ``Train.offload`` names that lives in host memory.
         workspace_bytes: cuBLAS, Transformer Engine and other workspaces that live from the first step on.
-        context_bytes: driver context and communicators, outside the framework's allocator.
+        context_bytes: driver context, outside the framework's allocator.
+        communicator_bytes: communicators of a world of several ranks, outside it as well.
+        boundary_tensors: tensors of tokens x hidden that a pipeline stage holds for its neighbours at the peak (not
+            with ``torch`` kernels, see ``train_activations``).
         offload_modules: saved tensors of these modules live in host memory (Megatron ``--offload-modules``).
         fp8_weight_copies: quantized copies (row and column wise) of every hidden matrix live beside it.
         fp8: low-precision products: bytes of one saved input of a linear layer (1), else 2.
@@ -67,6 +78,7 @@ class TrainEngine:
     attention: AttentionKernel | None = None
     rope_copies: bool = True
     logit_bytes: float = 12.0
+    fused_logit_bytes: float = 6.0
     head_tensors: int = 0
     weight_gradient_bytes: float = 0.0
     vocab_multiple: int = 1
@@ -91,11 +103,60 @@ class TrainEngine:
     optimizer_instances: int = 1
     offload_fraction: float = 1.0
     workspace_bytes: int = 2 * 32 * MIB
-    context_bytes: int = 0
+    context_bytes: int = GIB // 4
+    communicator_bytes: int = 9 * GIB // 5
+    boundary_tensors: int = 3
     offload_modules: tuple[str, ...] = ()
     fp8_weight_copies: bool = False
     fp8: bool = False
 
+    def loss_bytes(self, work: Train) -> float:
+        """Bytes a local logit at the peak of the loss."""
+        return self.fused_logit_bytes if work.fused_cross_entropy else self.logit_bytes
+
     def with_(self, **changes: object) -> TrainEngine:
         """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@cache
+def _constants() -> dict[str, Any]:
+    path = Path(__file__).with_name("constants") / "training.json"
+    data: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return data
+
+
+def engine_names() -> tuple[str, ...]:
+    """Engines with a preset in ``plan/constants/training.json``."""
+    return tuple(_constants()["engines"])
+
+
+def engine_preset(name: str, **changes: object) -> TrainEngine:
+    """The engine of that name in ``plan/constants/training.json``, with some fields changed.
+
+    Raises:
+        InputError: no such preset.
+    """
+    presets = _constants()["engines"]
+    if name not in presets:
+        raise InputError(f"no training engine {name[:40]!r}; known: {', '.join(presets)}")
+    stated = {k: tuple(v) if isinstance(v, list) else v for k, v in presets[name]["fields"].items()}
+    unknown = set(stated) - {f.name for f in fields(TrainEngine)}
+    assert not unknown, f"{name}: {unknown}"
+    return TrainEngine(name=name.partition(" ")[0]).with_(**{**stated, **changes})
+
+
+def cublas_workspace_bytes(capability: int, *, deterministic: bool = False) -> int:
+    """cuBLAS workspaces of the forward and the autograd thread, by major compute capability."""
+    table = _constants()["workspaces"]
+    sizes = table["cublas_mib"]
+    each = sizes["deterministic"] if deterministic else sizes.get(str(capability), sizes["default"])
+    return int(table["cublas_threads"] * each * MIB)
+
+
+def transformer_engine_workspace_bytes(capability: int, *, grouped: bool) -> int:
+    """Workspaces of Transformer Engine's products, and of its grouped ones."""
+    table = _constants()["workspaces"]
+    sizes = table["transformer_engine_mib"]
+    each = sizes.get(str(capability), sizes["default"])
+    return int(each * MIB) * (1 + (table["grouped_gemm_streams"] if grouped else 0))

@@ -38,7 +38,9 @@ def stage_holdings(
     else:
         rows.append(("gradients", "fp32 gradients of the optimizer step", held.step_gradients, "exact"))
     rows.append(("runtime", "workspaces", engine.workspace_bytes, "calibrated"))
-    rows.append(("runtime", "context and communicators", engine.context_bytes, "calibrated"))
+    rows.append(("runtime", "driver context", engine.context_bytes, "calibrated"))
+    if layout.world > 1:
+        rows.append(("runtime", "communicators", engine.communicator_bytes, "calibrated"))
     return tuple(Holding(name, term, tensor, size, source) for term, tensor, size, source in rows if size)
 
 

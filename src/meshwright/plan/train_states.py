@@ -104,8 +104,9 @@ def fsdp_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: Tr
 
     Without a pipeline: the root unit (embedding, final norm, head) stays whole from its gather to its reduction, and
     with it ``prefetch`` + 1 layers (all layers without ``reshard_after_forward``, or wrapped as one model); one
-    layer's gradient is whole in both dtypes while it is reduced, and the root's waits for the end of the backward. With a pipeline (``fsdp_unsharded``) parameters
-    and unreduced fp32 gradients of the whole stage stay whole from micro-batch to micro-batch.
+    layer's gradient is whole in both dtypes while it is reduced, and the root's waits for the end of the backward.
+    With a pipeline (``fsdp_unsharded``) parameters and unreduced fp32 gradients of the whole stage stay whole from
+    micro-batch to micro-batch.
     """
     knobs = layout.fsdp or Fsdp()
     dense, expert = _sums(units)
