@@ -112,7 +112,7 @@ def test_forty_heads_on_four_devices_name_the_three_neighbours() -> None:
     near = [describe(n, spec, VLLM) for n in rules[0].nearest]
     assert {"tp=2", "tp=4", "pp=3 (stages of 13, 14, 13 layers)"} <= set(near)
     with pytest.raises(IllegalLayoutError, match=r"(?s)40 attention heads.*size 3.*nearest legal layouts: .*tp=2"):
-        refuse(rules, spec, VLLM)
+        refuse(rules)
 
 
 def test_twenty_eight_heads_on_eight_devices_suggest_replicas_first() -> None:

@@ -16,6 +16,7 @@ from meshwright.plan.verdict import given_verdict, nothing_works, serve_verdict
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
+from meshwright.specs.nearest import explain as explain_rules
 from meshwright.specs.placement import Placement, place
 from meshwright.specs.profile import EngineProfile, ServeSettings
 from meshwright.specs.rules import Rule
@@ -265,7 +266,7 @@ def _short(ctx: ServeContext, candidates: list[Candidate], rejected: list[Reject
 
 
 def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: list[Rejected]) -> Plan:
-    rules = tuple(ctx.profile.check(ctx.spec, layout, ctx.cluster, ctx.workload))
+    rules = tuple(explain_rules(ctx.spec, layout, ctx.profile, ctx.cluster, ctx.workload))
     broken = [r for r in rules if r.severity == "illegal"]
     chosen = None if broken else ctx.evaluate(layout, rules)
     fits = chosen is not None and chosen.fits

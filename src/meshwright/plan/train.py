@@ -17,6 +17,7 @@ from meshwright.plan.verdict import given_training, no_training, train_verdict
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
+from meshwright.specs.nearest import explain as explain_rules
 from meshwright.specs.placement import place
 from meshwright.specs.profile import EngineProfile
 from meshwright.specs.rules import Rule
@@ -249,7 +250,7 @@ def alternatives(chosen: Candidate, ordered: list[Candidate]) -> tuple[Alternati
 
 
 def _given(ctx: TrainContext, layout: Layout, works: list[Candidate], rejected: list[Rejected]) -> Plan:
-    rules = tuple(ctx.profile.check(ctx.spec, layout, ctx.cluster, ctx.work))
+    rules = tuple(explain_rules(ctx.spec, layout, ctx.profile, ctx.cluster, ctx.work))
     broken = [r for r in rules if r.severity == "illegal"]
     chosen = None if broken else ctx.evaluate(layout, mode_that_fits(ctx, layout), rules)
     work = _train_of(chosen) if chosen is not None else ctx.work

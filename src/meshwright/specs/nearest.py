@@ -26,15 +26,23 @@ def explain(
     cluster: Cluster | None = None,
     workload: Workload | None = None,
 ) -> list[Rule]:
-    """Every rule that a layout breaks, the illegal ones with the nearest legal layouts. Empty: legal and wise."""
+    """Every rule that a layout breaks, the illegal ones with the nearest legal layouts. Empty: legal and wise.
+
+    The first illegal rule (rules come illegal ones first) also names them in its way out, with the layers of their
+    stages.
+    """
     rules = profile.check(spec, layout, cluster, workload)
     if not any(rule.severity == "illegal" for rule in rules):
         return rules
     near = nearest_legal(spec, layout, profile, cluster, workload)
-    return [replace(rule, nearest=near) if rule.severity == "illegal" else rule for rule in rules]
+    out = [replace(rule, nearest=near) if rule.severity == "illegal" else rule for rule in rules]
+    if near:
+        names = "; ".join(describe(option, spec, profile) for option in near)
+        out[0] = replace(out[0], way_out=f"{out[0].way_out}; nearest legal layouts: {names}")
+    return out
 
 
-def refuse(rules: list[Rule], spec: ModelSpec, profile: EngineProfile) -> None:
+def refuse(rules: list[Rule]) -> None:
     """End with the first illegal rule, if there is one.
 
     Raises:
@@ -42,10 +50,7 @@ def refuse(rules: list[Rule], spec: ModelSpec, profile: EngineProfile) -> None:
     """
     for rule in rules:
         if rule.severity == "illegal":
-            text = f"{rule.message}; {rule.way_out}"
-            if rule.nearest:
-                text += "\nnearest legal layouts: " + "; ".join(describe(n, spec, profile) for n in rule.nearest)
-            raise IllegalLayoutError(text)
+            raise IllegalLayoutError(f"{rule.message}; {rule.way_out}")
 
 
 def describe(layout: Layout, spec: ModelSpec, profile: EngineProfile) -> str:
