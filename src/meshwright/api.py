@@ -23,6 +23,13 @@ def _model(model: str | ModelSpec) -> ModelSpec:
     return read_model(model) if isinstance(model, str) else model
 
 
+def _served_name(model: str | ModelSpec, spec: ModelSpec) -> str:
+    """What an engine is told: a hub id, or the folder of a local configuration."""
+    if not isinstance(model, str):
+        return spec.name
+    return model.rpartition("/")[0] or "." if model.endswith(".json") else model
+
+
 def _cluster(on: str | Cluster) -> Cluster:
     return parse_cluster(on) if isinstance(on, str) else on
 

@@ -44,13 +44,18 @@ pre{background:#f3f4f7;padding:.7rem;border-radius:6px;white-space:pre-wrap;over
 """
 
 
-def _cells(values: Iterable[str], tag: str = "td") -> str:
-    return "".join(f"<{tag}>{escape(v)}</{tag}>" for v in values)
+def _cells(values: Iterable[str], left: frozenset[int], tag: str = "td") -> str:
+    return "".join(
+        f"<{tag}{' class=text' if index in left else ''}>{escape(v)}</{tag}>" for index, v in enumerate(values)
+    )
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    body = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{_cells(head, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Iterable[int] = ()) -> str:
+    """A table; the first column and those of ``left`` hold words."""
+    words = frozenset(left)
+    body = "".join(f"<tr>{_cells(row, words)}</tr>" for row in rows)
+    top = f"<thead><tr>{_cells(head, words, 'th')}</tr></thead>"
+    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
 def _bars(plan: Plan, rows: Sequence[RankMemory]) -> str:
@@ -121,10 +126,10 @@ def _choices(plan: Plan) -> str:
             (product(a.candidate.layout), gib(a.candidate.memory.worst.total_bytes), a.lost_by)
             for a in plan.alternatives
         ]
-        parts.append("<h2>Other layouts that work</h2>" + _table(("layout", "worst rank", "lost by"), rows))
+        parts.append("<h2>Other layouts that work</h2>" + _table(("layout", "worst rank", "lost by"), rows, (2,)))
     if plan.rejected:
         rejected = [(product(r.layout), r.reason) for r in plan.rejected]
-        parts.append("<h2>Rejected</h2>" + _table(("layout", "because"), rejected))
+        parts.append("<h2>Rejected</h2>" + _table(("layout", "because"), rejected, (1,)))
     return "".join(parts)
 
 
@@ -164,7 +169,7 @@ def render(plan: Plan, ledger: Ledger | None) -> str:
     parts += [_listing("Why", (r.text for r in plan.reasons)), _choices(plan), _commands(plan)]
     if ledger is not None:
         head, body = ledger_rows(ledger)
-        parts.append("<h2>Ledger: what one pass computes and sends</h2>" + _table(head, body))
+        parts.append("<h2>Ledger: what one pass computes and sends</h2>" + _table(head, body, (1, 2, 3, 4, 6, 7)))
     parts.append(_listing("Assumed", plan.notes))
     title = escape(f"{plan.spec.name} on {plan.cluster}")
     return (

@@ -45,7 +45,7 @@ def slices(placement: Placement, coordinate: Coordinate) -> dict[str, str]:
         out["layers"] = run(stage.layers[0], stage.layers[-1] + 1, len(placement.spec.layers))
     ends = [word for word, held in (("embedding", stage.embedding), ("head", stage.head)) if held]
     if ends:
-        out["ends"] = " and ".join(ends)
+        out["with the"] = " and ".join(ends)
     for shard in placement.shards(coordinate):
         for label, text in _label_runs(shard).items():
             out.setdefault(WORDS[label], text)

@@ -128,8 +128,16 @@ def _from_path(path: Path, ref: str) -> Found:
         prefix = config_path.name.removesuffix("config.json")
         quant_path = config_path.with_name(f"{prefix}hf_quant_config.json")
     hf_quant = parse(_read(quant_path, str(quant_path)), _short(str(quant_path))) if quant_path.is_file() else None
-    name = ref.rstrip("/").removesuffix("/config.json") or ref
-    return Found(raw, hf_quant, name, where, where)
+    return Found(raw, hf_quant, _display_name(config_path, ref), where, where)
+
+
+def _display_name(config_path: Path, ref: str) -> str:
+    """What to call a model read from a file: its folder, or the file's own stem; a hub id stays as it is."""
+    if not Path(ref).expanduser().exists():
+        return ref
+    if config_path.name == "config.json":
+        return config_path.resolve().parent.name or ref
+    return config_path.stem.removesuffix("_config") or ref
 
 
 def _read(path: Path, where: str) -> bytes:
