@@ -58,6 +58,8 @@ TAILS = (
 BYTE_TAILS = ("-FP8-dynamic", "-FP8", "-quantized.w8a8")
 #: Names of the rows that differ from every public name.
 ALIASES = {
+    "Llama-3.1-8B": "Meta-Llama-3.1-8B",
+    "Llama-3.1-70B": "Meta-Llama-3.1-70B",
     "MiMo-VL-7B": "MiMo-7B-Base",
     "Qwen3.8-27B NVFP4": "Qwen3.6-27B-NVFP4",
     "Llama-4-Scout-17B-16E": "Llama-4-Scout-17B-16E-Instruct",
@@ -238,8 +240,13 @@ def _fit(rows_: list[dict[str, str]], configs: Path, base: EngineMemory) -> Engi
         x, y, z = slope / measured, 1 / measured, (measured - origin) / measured
         a11, a12, a22, b1, b2 = a11 + x * x, a12 + x * y, a22 + y * y, b1 + x * z, b2 + y * z
     determinant = a11 * a22 - a12 * a12
-    more = (b1 * a22 - b2 * a12) / determinant
-    fixed = (a11 * b2 - a12 * b1) / determinant
+    if a11 == 0:
+        return base
+    if determinant < 1e-9 * a11 * a22:  # all rows of one vocabulary: the fixed part cannot be told apart
+        fixed = base.fixed_bytes / GIB
+        more = (b1 - a12 * fixed) / a11
+    else:
+        more, fixed = (b1 * a22 - b2 * a12) / determinant, (a11 * b2 - a12 * b1) / determinant
     return replace(base, sampler_bytes=10.0 + more, fixed_bytes=int(fixed * GIB))
 
 
