@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from meshwright.engines.own.profile import OWN
 from meshwright.errors import InputError
 from meshwright.ledger.schema import Entry
-from meshwright.plan.cores import Batch, chunk_sum, reach_sum
+from meshwright.plan.cores import Batch, cache_read, chunk_sum, pairs, reach_sum
 from meshwright.plan.entries import active_matmul_parameters, fill_ledger, model_flops_per_token
 from meshwright.plan.forward import forward_entries, serve_batch
 from meshwright.plan.wire import Ways, ways
 from meshwright.specs.build import decoder
+from meshwright.specs.hf.read import read_model
 from meshwright.specs.layout import Layout, parse_layout
-from meshwright.specs.model import ModelSpec
+from meshwright.specs.model import Attention, Indexer, ModelSpec
 from meshwright.specs.placement import place
 from meshwright.specs.profile import EngineProfile
 from meshwright.specs.workload import Serve, Train
+from tests.shared import shared_dir
 
 LLAMA2_7B = decoder(hidden=4096, layers=32, heads=32, vocab=32000, ffn=11008)
 MOE = decoder(hidden=512, layers=3, heads=8, kv_heads=4, vocab=1000, ffn=256, experts=16, topk=2, shared_ffn=128)
@@ -389,3 +391,39 @@ def test_training_ledgers_have_their_own_phases() -> None:
     ledger = fill_ledger(place(MOE, parse_layout("dp=2"), OWN), Train(seq=64, global_batch=4))
     assert {e.phase for e in ledger.entries} == {"forward", "backward", "optimizer"}
     assert ledger.meta["microbatches"].startswith("2 of 1 sequences")
+
+
+def test_sparse_and_compressed_attention_see_less() -> None:
+    """1,001 tokens: top-k of 64 selects; one entry a 4 tokens is compressed beside a window of 128."""
+    sparse = Attention("mla", 8, 1, 48, 32, kv_lora_rank=64, rope_head_dim=16, indexer=Indexer(4, 16, 64))
+    assert (pairs(sparse, 1, 1000), cache_read(sparse, 1, 1000)) == (64, 64)
+    folded = Attention("gqa", 8, 1, 64, 0, window=128, compress_ratio=4)
+    assert (pairs(folded, 1, 1000), cache_read(folded, 1, 1000)) == (128 + 250, 128 + 250)
+    chunked = Attention("gqa", 8, 1, 64, 64, chunk=300)
+    assert (pairs(chunked, 1, 1000), cache_read(chunked, 1, 1000)) == (101, 101)
+    assert pairs(Attention("gqa", 8, 1, 64, 64, causal=False), 10, 0) == 100
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "meta-llama--Meta-Llama-3.1-405B", "deepseek-ai--DeepSeek-V3", "deepseek-ai--DeepSeek-V4-Flash",
+        "openai--gpt-oss-120b", "Qwen--Qwen3.5-397B-A17B", "google--gemma-4-26B-A4B", "moonshotai--Kimi-K2.5-NVFP4",
+        "nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4", "meta-llama--Llama-4-Scout-17B-16E-Instruct",
+        "nvidia--Llama-3_3-Nemotron-Super-49B-v1",
+    ],
+)  # fmt: skip
+def test_real_models(name: str) -> None:
+    """However a checkpoint packs its weights: 2 FLOPs an active parameter, and one sum over tp a block at tp=4."""
+    path = shared_dir("configs") / f"{name}_config.json"
+    if not path.exists():
+        path = shared_dir("configs") / f"nvidia--{name.partition('--')[2]}_config.json"
+    spec = read_model(str(path), allow_online=False)
+    decode = Batch("decode", 4, 1, 100)
+    assert flops(run(spec, "tp=1", decode), "matmul") == 2 * 4 * active_matmul_parameters(spec)
+    split = run(spec, "tp=4", decode)
+    first = of_rank(split, split[0].rank_class)
+    sums = [e for e in first if e.op == "all_reduce" and e.layer is not None]
+    assert len(sums) == sum(len(layer.mixers) + len(layer.ffns) for layer in spec.layers)
+    widths = {e.shapes for e in sums}
+    assert widths == {((4, spec.hidden),)}

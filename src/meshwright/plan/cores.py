@@ -61,28 +61,34 @@ def chunk_sum(new: int, past: int, chunk: int) -> int:
 
 
 def pairs(a: Attention, new: int, past: int) -> int:
-    """Pairs of query and key of one sequence that the attention scores with values behind them."""
+    """Pairs of query and key of one sequence that the attention scores with values behind them.
+
+    With a compressed cache (DeepSeek-V4) a query sees its window as it is and, of what lies compressed, all entries
+    or the selected ones.
+    """
     if not a.causal:
         return new * (past + new)
-    reach = a.reach
-    if a.indexer is not None:
-        reach = min(reach or a.indexer.topk, a.indexer.topk)
+    topk = a.indexer.topk if a.indexer is not None else None
+    if a.compress_ratio > 1:
+        near = reach_sum(new, past, a.window) if a.window is not None else 0
+        far = reach_sum(new, past, None if topk is None else topk * a.compress_ratio) // a.compress_ratio
+        return max(1, near + far)
     if a.chunk is not None and a.window is None:
         return chunk_sum(new, past, a.chunk)
-    total = reach_sum(new, past, reach)
-    return max(1, total // a.compress_ratio) if a.compress_ratio > 1 else total
+    reaches = [r for r in (a.window, topk) if r is not None]
+    return reach_sum(new, past, min(reaches) if reaches else None)
 
 
 def cache_read(a: Attention, new: int, past: int) -> int:
-    """Cached tokens of one sequence that are read."""
+    """Cached tokens (or compressed entries) of one sequence that are read."""
     seen = past + new
+    topk = a.indexer.topk * new if a.indexer is not None else seen
+    near = min(seen, a.window - 1 + new) if a.window is not None else seen
+    if a.compress_ratio > 1:
+        return (near if a.window is not None else 0) + max(1, min(seen // a.compress_ratio, topk))
     if a.chunk is not None and a.window is None:
-        seen = min(seen, new + past % a.chunk) if new < a.chunk else seen
-    elif a.window is not None:
-        seen = min(seen, a.window - 1 + new)
-    if a.indexer is not None:
-        seen = min(seen, a.indexer.topk * new)
-    return max(1, seen // a.compress_ratio)
+        return min(seen, new + past % a.chunk) if new < a.chunk else seen
+    return max(1, min(near, topk))
 
 
 def attention_core(a: Attention, heads: int, kv_heads: int, batch: Batch, kv_dtype: str, dtype: str, parts: int) -> Op:
@@ -106,7 +112,7 @@ def attention_core(a: Attention, heads: int, kv_heads: int, batch: Batch, kv_dty
     else:
         kv_heads = heads if a.kind == "mla" else kv_heads
         flops = 2 * scored * heads * (a.head_dim + values)
-        held = kv_heads * (a.head_dim + values)
+        held = kv_heads * (a.head_dim + (values if a.kind == "mla" else a.v_head_dim))
         size = act if a.kind == "mla" or batch.phase == "forward" else kv
         new = 0 if a.shares_kv_with is not None else tokens * held * size
         moved = seen * held * size + new + tokens * heads * (a.head_dim + values) * act

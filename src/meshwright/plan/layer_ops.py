@@ -22,7 +22,8 @@ from meshwright.specs.layout import Layout
 from meshwright.specs.model import Attention, Moe, Recurrent
 from meshwright.specs.shares import ExpertGrid
 
-MIXER_ROLES = frozenset({"attention", "indexer", "recurrent"})
+#: Products behind the attention core: the output projection, and the first of two where it is factored.
+AFTER_CORE = OUT_OPS | {"o_a"}
 
 
 def parts(total: int, degree: int) -> int:
@@ -135,7 +136,7 @@ def _split(products: Iterable[Product]) -> tuple[list[Product], list[Product]]:
     before: list[Product] = []
     after: list[Product] = []
     for p in products:
-        (after if p.op in OUT_OPS else before).append(p)
+        (after if p.op in AFTER_CORE else before).append(p)
     return before, after
 
 

@@ -13,12 +13,10 @@ from typing import NamedTuple
 from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.model import Layer
 from meshwright.specs.placement import Coordinate, Placement, Shard
+from meshwright.specs.tensors import TensorFamily
 
 #: Products whose result is as wide as the model: their input dimension is the one that tensor parallelism cuts.
 OUT_OPS = frozenset({"o", "out", "down", "latent_out"})
-
-#: Packed element types that hardware multiplies as four-bit floats.
-_FP4_METHODS = ("nvfp4", "mxfp4")
 
 
 class Product(NamedTuple):
@@ -118,6 +116,7 @@ def products_of(shards: Sequence[Shard], placement: Placement) -> tuple[Product,
     spec = placement.spec
     method = spec.quantization.method if spec.quantization is not None else ""
     extra: dict[tuple[str, str, str], int] = {}
+    float_scales: set[tuple[str, str, str]] = set()
     weights: list[tuple[tuple[str, str, str], Shard]] = []
     for shard in shards:
         family = shard.family
@@ -128,12 +127,14 @@ def products_of(shards: Sequence[Shard], placement: Placement) -> tuple[Product,
             weights.append((key, shard))
         else:
             extra[key] = extra.get(key, 0) + _bytes(shard)
+            if family.part == "scale" and family.dtype.startswith("f8"):
+                float_scales.add(key)
     out = []
     for key, shard in weights:
         family = shard.family
         experts, k, n = _widths(shard.shape, shard, spec.hidden)
         full = _widths(family.shape, shard, spec.hidden)
-        dtype = _dtype(family.dtype, method, spec.dtype)
+        dtype = _dtype(family, "fp4" in method.lower() or key in float_scales, spec.dtype)
         size = _bytes(shard) + extra.pop(key, 0)
         out.append(Product(family.role, family.op, k, n, experts, size, dtype, k < full[1]))
     return tuple(out)
@@ -144,25 +145,26 @@ def _bytes(shard: Shard) -> int:
     return prod(shard.shape) * DTYPE_BYTES[shard.family.dtype] * max(1, len(shard.experts))
 
 
-def _dtype(stored: str, method: str, compute: str) -> str:
-    if stored in {"u8", "i8", "i32"}:
-        fp4 = any(m in method for m in _FP4_METHODS) or "FP4" in method.upper()
-        return "fp4" if fp4 and stored == "u8" else "i8" if stored == "i8" else compute
-    return stored
+def _dtype(family: TensorFamily, fp4: bool, compute: str) -> str:
+    """Element type that is multiplied: packed pairs with eight-bit scales are four-bit floats, other packed integers
+    are unpacked to the compute type first."""
+    if family.elements > 1:
+        return "fp4" if fp4 and family.dtype in {"u8", "i8"} else compute
+    return compute if family.dtype in {"u8", "i32"} else family.dtype
 
 
 def _widths(shape: tuple[int, ...], shard: Shard, hidden: int) -> tuple[int, int, int]:
     """``(experts, k, n)`` of a weight, whichever way round it lies and however it is packed.
 
     Products into the model width (``OUT_OPS``) have it as their output, all others as their input; without a
-    dimension of the model width the weight lies [out, in].
+    dimension of the model width, or with a packed input of two dimensions, the weight lies [out, in].
     """
     family, dims = shard.family, shard.family.dims
     lead = 1 if len(dims) > 2 and any(s.label == "experts" for s in dims[0]) else 0
     experts = shape[0] if lead else len(shard.experts)
     total = prod(shape[lead:]) * max(1, family.elements)
     model = next((i for i in range(lead, len(dims)) if all(s.label == "model" for s in dims[i])), None)
-    if model is None or family.op == "kv_b" or total % hidden:
+    if model is None or family.op == "kv_b" or total % hidden or len(dims) - lead > 2:
         n = shape[lead]
         return experts, total // max(1, n), n
     width = shape[model]
