@@ -1,10 +1,5 @@
-"""The version of the installed package."""
+"""The version of the package; pyproject.toml reads it from here."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
-try:
-    VERSION = version("meshwright")
-except PackageNotFoundError:
-    VERSION = "0+unknown"
+VERSION = "0.1.0"

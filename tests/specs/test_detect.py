@@ -175,6 +175,14 @@ def test_two_bridged_pairs() -> None:
     assert "CUDA_VISIBLE_DEVICES leaves 2 of 4 devices" in said(bridged)
 
 
+def test_a_chain_of_bridges_is_no_ring() -> None:
+    """Joined, but a ring of all three would leave NVLink between the ends."""
+    rows = gpu_row("NVIDIA RTX A6000", "49140", "8.6", gen=4) * 3
+    found = detect(machine(rows, topo({(0, 1): "NV2", (1, 2): "NV2"}, 3, "PHB")))
+    assert found.intra.kind == "pcie"
+    assert "only the pairs 0-1, 1-2" in said(found)
+
+
 def test_mig_instances_are_devices() -> None:
     listing = "GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-5d5ba0d6)\n" + "".join(
         f"  MIG 2g.20gb     Device  {i}: (UUID: MIG-{i})\n" for i in range(3)
