@@ -193,9 +193,8 @@ def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train,
         head["prediction layers"] = head.get("prediction layers", 0) + one
         head["prediction layers"] += 4 * s.width * s.rows * s.hidden
         head["prediction loss"] = head.get("prediction loss", 0) + 4 * local_logits(spec, s, layout, engine)
-    last = spec.layers[stage.layers[-1]]
-    if engine.weight_gradient_bytes:
-        parts["weight gradient"] = weight_gradient(last, s, engine, head=stage.head)
+    if engine.weight_gradient_bytes and stage.layers:
+        parts["weight gradient"] = weight_gradient(spec.layers[stage.layers[-1]], s, engine, head=stage.head)
     if engine.reserved:
         parts["recomputed layer"] = recomputed
         parts |= head

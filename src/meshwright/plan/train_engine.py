@@ -46,7 +46,6 @@ class TrainEngine:
         fsdp_unsharded: FSDP under a pipeline keeps parameters and gradients gathered for the whole step.
         microbatch_group: micro-batches of one group of the interleaved schedule; None: the number of stages.
         dispatcher: how tokens reach their experts.
-        grouped_gemm: experts run as one grouped product (with its own workspaces).
         permute_fusion: the permutation keeps no copy of unpermuted tokens.
         async_tp: gathers of sequence parallelism are split into the products, without whole buffers.
         reserved: the figure wanted is what the allocator reserved, where peaks of different moments add up.
@@ -87,7 +86,6 @@ class TrainEngine:
     fsdp_unsharded: bool = True
     microbatch_group: int | None = None
     dispatcher: Dispatcher = "alltoall"
-    grouped_gemm: bool = False
     permute_fusion: bool = True
     async_tp: bool = False
     reserved: bool = False

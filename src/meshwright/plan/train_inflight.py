@@ -43,13 +43,13 @@ def held_chunks(
     elif schedule in {"1f1b", "zb-h1"}:
         yield (min(m, p - stage),) * chunks
     elif schedule == "zbv":
-        # Stage s starts 2p - 1 - 2s + ... forwards of its first chunk before the first backward reaches it; the two
-        # chunks together never hold more than 2p.
-        first = min(m, 2 * p - stage)
-        yield (first, min(m, max(0, 2 * p - first)))
+        # Before the first backward reaches stage s it has run 2p - 1 - s forwards of its first chunk and s + 1 of its
+        # second; from then on one chunk's backward makes room for the other's forward.
+        yield (min(m, 2 * p - 1 - stage), min(m, stage + 1))
         yield (min(m, p), min(m, p))
     elif schedule == "dualpipev":
-        yield (min(m, 2 * p - stage), min(m, max(1, stage + 1)))
+        # The same, and one forward overlaps the backward that frees its place.
+        yield (min(m, 2 * p - stage), min(m, stage + 1))
         yield (min(m, p + 1), min(m, p))
     else:
         yield from _interleaved(stage, p, m, chunks, group)

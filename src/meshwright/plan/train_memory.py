@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from meshwright.ledger.schema import Holding
 from meshwright.plan.memory import RankMemory, TrainMemory
 from meshwright.plan.train_activations import activations
 from meshwright.plan.train_engine import TrainEngine
-from meshwright.plan.train_shards import TrainStage, stage_units, train_stages
+from meshwright.plan.train_shards import TrainStage, placed_elements, stage_units, train_stages
 from meshwright.plan.train_states import states
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
-from meshwright.specs.placement import Coordinate
+from meshwright.specs.placement import Coordinate, Placement, RankClass
 from meshwright.specs.workload import Train
 
 #: Plain PyTorch with FSDP2, flash attention and an unfused loss: what ``plan train`` assumes without an engine.
@@ -21,10 +22,16 @@ DEFAULT_ENGINE = TrainEngine()
 
 
 def stage_holdings(
-    spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train, engine: TrainEngine, name: str
+    spec: ModelSpec,
+    stage: TrainStage,
+    layout: Layout,
+    work: Train,
+    engine: TrainEngine,
+    name: str,
+    placed: Mapping[str, int] | None = None,
 ) -> tuple[Holding, ...]:
     """Holdings of one rank of ``stage``, in bytes; terms weights, gradients, optimizer, activations, runtime."""
-    held = states(stage_units(spec, layout, stage, engine), layout, work, engine)
+    held = states(stage_units(spec, layout, stage, engine, placed), layout, work, engine)
     rows: list[tuple[str, str, int, str]] = [
         ("weights", "parameters", held.weights, "exact"),
         ("weights", "gathered parameters", held.gathered_weights, "modelled"),
@@ -50,8 +57,16 @@ def fullest(stages: Sequence[TrainStage]) -> list[TrainStage]:
     return [stages[i] for i in sorted({0, longest.index, len(stages) - 1})]
 
 
+def _classes(model: Placement | ModelSpec, layout: Layout, stages: Sequence[TrainStage]) -> list[RankClass]:
+    """Rank classes of a placement; without one, one a stage, ranks in the order pp, dp, cp, tp."""
+    if isinstance(model, Placement):
+        return list(model.classes)
+    per_stage = layout.tp * layout.dp * layout.cp
+    return [RankClass(f"pp{s.index}", Coordinate(pp=s.index), s.index * per_stage, per_stage) for s in stages]
+
+
 def train_memory(
-    spec: ModelSpec,
+    model: Placement | ModelSpec,
     layout: Layout,
     cluster: Cluster,
     work: Train,
@@ -59,26 +74,40 @@ def train_memory(
     *,
     few: bool = False,
 ) -> TrainMemory:
-    """Training memory of every rank class (one a pipeline stage) at the peak of a step.
+    """Training memory of every rank class at the peak of a step.
 
-    Ranks of one stage hold the same: tensor, data, context and expert parallel shards are equal up to rounding.
+    With a ``Placement`` its rank classes, stages and shards count (uneven cuts exactly); with a ``ModelSpec`` there is
+    one class a stage and every cut is even, rounded up. Activations are those of the largest even share.
     ``few``: only the stages that can be the fullest: the first, the last, and the first with the most layers (a
     search looks at many layouts; in-flight micro-batches never grow from one stage to the next).
 
     Raises:
         IllegalLayoutError: the pipeline has more parts than the model has layers.
     """
+    spec = model.spec if isinstance(model, Placement) else model
+    if isinstance(model, Placement) and layout.virtual == 1:
+        layout = replace(layout, stage_layers=tuple(len(s.layers) for s in model.stages))
     stages = train_stages(spec, layout)
-    per_stage = layout.tp * layout.dp * layout.cp
-    ranks = tuple(
-        RankMemory(
-            rank=stage.index * per_stage,
-            ranks=per_stage,
-            rank_class=f"pp{stage.index}",
-            coordinate=Coordinate(pp=stage.index),
-            capacity_bytes=cluster.device.memory_bytes,
-            holdings=stage_holdings(spec, stage, layout, work, engine, f"pp{stage.index}"),
-        )
-        for stage in (fullest(stages) if few else stages)
-    )
-    return TrainMemory(ranks)
+    wanted = {s.index for s in (fullest(stages) if few else stages)}
+    ranks = []
+    for c in _classes(model, layout, stages):
+        if c.coordinate.pp not in wanted:
+            continue
+        placed = placed_elements(model, c.coordinate) if isinstance(model, Placement) else None
+        stage = stages[c.coordinate.pp]
+        holdings = stage_holdings(spec, stage, layout, work, engine, c.name, placed)
+        ranks.append(RankMemory(c.first_rank, c.ranks, c.name, c.coordinate, cluster.device.memory_bytes, holdings))
+    return TrainMemory(tuple(ranks), notes(layout, work, engine))
+
+
+def notes(layout: Layout, work: Train, engine: TrainEngine) -> tuple[str, ...]:
+    """Sentences that the output repeats: what was assumed about engine, loss and schedule."""
+    loss = "fused" if work.fused_cross_entropy else "unfused"
+    said = [
+        f"training memory: {engine.name} {engine.version}, {engine.attention or work.attention} attention, {loss} "
+        f"cross-entropy ({engine.loss_bytes(work):g} bytes a local logit), routed tokens spread evenly"
+    ]
+    if layout.pp > 1:
+        end = "first stage, with the embedding" if layout.schedule in {"zbv", "dualpipev"} else "last stage"
+        said.append(f"schedule {layout.schedule}: every stage differs; the head and the loss lie on the {end}")
+    return tuple(said)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -10,6 +10,7 @@ from meshwright.errors import IllegalLayoutError
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import Layer, ModelSpec
+from meshwright.specs.placement import Coordinate, Placement
 from meshwright.specs.tensors import Dim, TensorFamily
 
 #: Labels that tensor parallelism cuts. Key heads and state-space groups are replicated below one a rank.
@@ -170,8 +171,30 @@ def _on_stage(family: TensorFamily, stage: TrainStage, last: bool) -> tuple[int,
     return (-1,) if stage.head else None
 
 
-def stage_units(spec: ModelSpec, layout: Layout, stage: TrainStage, engine: TrainEngine) -> tuple[Unit, ...]:
+def placed_elements(placement: Placement, at: Coordinate) -> dict[str, int]:
+    """Logical elements of one layer's tensors of every family on the rank at ``at``, as placed, by name template.
+
+    Taken from the shards of all stages at the same place within the stage, so that chunks of a folded or interleaved
+    pipeline find the layers that the placement puts elsewhere.
+    """
+    held: dict[str, int] = {}
+    for stage in range(placement.layout.pp):
+        for shard in placement.shards(Coordinate(at.dp, stage, at.cp, at.tp, at.ep)):
+            numel = prod(shard.shape) * shard.family.elements
+            held[shard.family.template] = numel * max(1, len(shard.experts))
+    return held
+
+
+def stage_units(
+    spec: ModelSpec,
+    layout: Layout,
+    stage: TrainStage,
+    engine: TrainEngine,
+    placed: Mapping[str, int] | None = None,
+) -> tuple[Unit, ...]:
     """Parameters of one rank of a stage, unit by unit, before ZeRO or FSDP.
+
+    ``placed``: elements by template from ``placed_elements``; families that it lacks are cut evenly.
 
     Scales of quantized checkpoints and other non-parameters do not count. When the stage of the head is not that
     of the embedding, it holds an own copy of tied weights (Megatron ``shared_embedding``), and of the embedding
@@ -188,7 +211,8 @@ def stage_units(spec: ModelSpec, layout: Layout, stage: TrainStage, engine: Trai
             held = (-1,) if copies else None
         if held is None:
             continue
-        numel = local_elements(family, layout, engine) * copies
+        numel = (placed or {}).get(family.template)
+        numel = (local_elements(family, layout, engine) if numel is None else numel) * copies
         prefix = "mtp" if family.section == "mtp" else "layer"
         for i in held:
             row = sums.setdefault("root" if i < 0 else f"{prefix} {i}", [0, 0, 0])
