@@ -87,7 +87,9 @@ class Reader:
 
 def world_size(test: str, env: str, release: bool) -> int:
     """Devices of a functional test: 8, or 4 of one GB200 node; releases ran on more (see the facts)."""
-    if "1N4G" in test or (test.endswith("_1node") and "gb200" in env):
+    if sized := re.search(r"_(\d{1,4})N(\d{1,2})G", test):
+        return int(sized[1]) * int(sized[2])
+    if test.endswith("_1node") and "gb200" in env:
         return 4
     if release:
         return next((size for word, size in RELEASE_WORLDS.items() if word in test), 64)
@@ -311,7 +313,6 @@ def engine_of(test: str, env: str, environ: Mapping[str, object], r: Reader) -> 
         deferred_head=deferred,
         microbatch_group=r.integer("microbatch-group-size-per-virtual-pipeline-stage"),
         dispatcher=r.text("moe-token-dispatcher-type", "allgather"),
-        grouped_gemm=r.flag("moe-grouped-gemm"),
         permute_fusion=r.flag("moe-permute-fusion"),
         recompute_modules=modules,
         recompute_method="block" if r.text("recompute-method") == "block" else "uniform",

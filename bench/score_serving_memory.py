@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from bench.scoring import ScoreRow
+from bench.serving_models import EXTRA
 from meshwright.engines import profile
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.plan.constants.serving import EngineMemory, engine_memory, version_key
@@ -21,7 +22,7 @@ from meshwright.plan.memory import ServeMemory
 from meshwright.plan.serve_memory import serve_memory
 from meshwright.specs.atlas.devices import find_device
 from meshwright.specs.cluster import Cluster, make_cluster
-from meshwright.specs.hf.read import read_model
+from meshwright.specs.hf.read import model_from_config, read_model
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.placement import place
@@ -42,17 +43,8 @@ DEVICES = {
 }
 #: Endings that name a fine-tune or a runtime format of a model whose dimensions are the base's.
 TAILS = (
-    "-Instruct",
-    "-Chat",
-    "-SFT",
-    "-it",
-    "-FP8-dynamic",
-    "-FP8",
-    "-quantized.w8a8",
-    "-2506",
-    "-2503",
-    "-v0.1",
-    "-v0.3",
+    *("-2506", "-2503", "-v0.1", "-v0.3", "-FP8-dynamic", "-FP8", "-quantized.w8a8", "-AWQ"),
+    *("-Instruct", "-Chat", "-SFT", "-it"),
 )
 #: Formats whose linear layers hold one byte a weight, made at load time or before.
 BYTE_TAILS = ("-FP8-dynamic", "-FP8", "-quantized.w8a8")
@@ -60,7 +52,6 @@ BYTE_TAILS = ("-FP8-dynamic", "-FP8", "-quantized.w8a8")
 ALIASES = {
     "Llama-3.1-8B": "Meta-Llama-3.1-8B",
     "Llama-3.1-70B": "Meta-Llama-3.1-70B",
-    "MiMo-VL-7B": "MiMo-7B-Base",
     "Qwen3.8-27B NVFP4": "Qwen3.6-27B-NVFP4",
     "Llama-4-Scout-17B-16E": "Llama-4-Scout-17B-16E-Instruct",
     "Mixtral-8x7B": "Mixtral-8x7B-v0.1",
@@ -114,9 +105,11 @@ def _spec(name: str, configs: Path) -> ModelSpec:
     """
     tries = [name]
     for tail in TAILS:
-        tries += [t.removesuffix(tail) for t in tries if t.endswith(tail)]
+        tries += [t[: -len(tail)] for t in tries if t.lower().endswith(tail.lower())]
     tries = [t for n in tries for t in (ALIASES.get(n, n), n)]
     for candidate in dict.fromkeys(tries):
+        if candidate.lower() in EXTRA:
+            return model_from_config(EXTRA[candidate.lower()], candidate, candidate)
         for found in sorted(configs.glob(f"*--{candidate}_config.json")):
             return read_model(str(found))
         try:
@@ -170,14 +163,14 @@ def _answer(row: Mapping[str, str], configs: Path, constants: EngineMemory | Non
         missing = [n for n, v in (("engine version", run.version), ("utilization", run.utilization)) if v is None]
         if missing and metric != "activation_peak_memory":
             return None, f"not stated: {', '.join(missing)}"
+    if row["unit"].startswith("GB (approx)"):
+        return None, "rounded figure of an out-of-memory report"
     base = profile("vllm")
     engine = replace(base, version=run.version or base.version)
     spec = _spec(row["model"], configs)
     context = int(wanted) if wanted else run.context or min(spec.max_positions, 32768)
     cluster = _cluster(row)
     settings = run.settings
-    if row["unit"].startswith("GB (approx)"):
-        return None, "rounded figure of an out-of-memory report"
     longest = _find(row["note"], r"est max len (\d+)")
     if metric.startswith("kv_cache_needed") and longest and settings.max_num_batched_tokens is None:
         # the request grows up to the stated length, so that a step holds at least as many tokens

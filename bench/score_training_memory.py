@@ -1,4 +1,4 @@
-"""Training memory against public measurements. Constants of each source's engine stand in ``ENGINES``."""
+"""Training memory against public measurements. Constants of each engine: ``plan/constants/training.json``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bench.megatron_args import UndecidableError, read_case
 from bench.megatron_memory import predict
 from bench.scoring import ScoreRow
 from bench.training_models import KORTHIKANTI, deepseek, korthikanti, llama3
+from meshwright.errors import MeshwrightError
 from meshwright.plan.train_activations import activations
 from meshwright.plan.train_engine import TrainEngine, engine_preset
 from meshwright.plan.train_memory import stage_holdings
@@ -54,8 +55,8 @@ def golden_rows(table: Path, arguments: Path) -> Iterator[ScoreRow]:
                 case = read_case(row["test"], row["env"], record["args"], record["env"], row)
                 predicted = predict(case)
                 peak, allocated, group = float(predicted.peak), float(predicted.allocated), case.group
-            except UndecidableError as error:
-                reason = str(error)
+            except (UndecidableError, MeshwrightError, ValueError) as error:
+                reason = str(error)[:200]
             for metric, column, value in (("peak", "mem_max", peak), ("allocated", "mem_alloc", allocated)):
                 if row.get(column):
                     source = f"Megatron golden {group} {metric}"
@@ -67,8 +68,11 @@ def _total(spec: ModelSpec, layout: Layout, work: Train, engine: TrainEngine) ->
     return max(sum(h.bytes for h in stage_holdings(spec, s, layout, work, engine, "x")) for s in stages)
 
 
-def published_row(row: Row) -> ScoreRow | None:
-    """One row of the table of published figures, None when it is no training memory."""
+def published_row(row: Row, **constants: float) -> ScoreRow | None:
+    """One row of the table of published figures, None when it is no training memory.
+
+    ``constants`` replace fields of the source's engine (used by the refits).
+    """
     source, metric = row["source"], row["metric"]
     if not ("mem" in metric and row["phase"] == "memory"):
         return None
@@ -78,15 +82,15 @@ def published_row(row: Row) -> ScoreRow | None:
         if source.startswith("Korthikanti"):
             predicted = _korthikanti(row)
         elif source.startswith("SimuMax"):
-            predicted = _simumax(row)
+            predicted = _simumax(row, **constants)
         elif source.startswith("torchtitan"):
-            predicted = _torchtitan(row)
+            predicted = _torchtitan(row, **constants)
         elif source.startswith("Megatron-Bridge"):
             raise UndecidableError("gradient dtype and optimizer precision are not stated")
         else:
             return None
-    except UndecidableError as error:
-        reason = str(error)
+    except (UndecidableError, MeshwrightError, ValueError, KeyError) as error:
+        reason = str(error)[:200]
     name = f"{row['model']} tp{row['tp']} pp{row['pp']} dp{row['dp']} cp{row['cp']} seq{row['seq']} {row['note'][:60]}"
     return ScoreRow(source, row["model"], name, metric, predicted, float(row["value"]), row["unit"], reason)
 
@@ -119,7 +123,7 @@ def _korthikanti(row: Row) -> float:
     return acts.parts["layers"] / GIB
 
 
-def _simumax(row: Row) -> float:
+def _simumax(row: Row, **constants: float) -> float:
     """Megatron-LM 0.14 on B200: bf16, ZeRO-1, flash attention, fused cross-entropy; the largest rank."""
     layers = int(m[1]) if (m := re.search(r"cut to (\d+) layers", row["model"])) else 0
     if "llama3" in row["model"]:
@@ -132,10 +136,10 @@ def _simumax(row: Row) -> float:
         zero=1, micro_batch=_int(row, "micro_batch"),
     )  # fmt: skip
     work = Train(seq=_int(row, "seq"), global_batch=_int(row, "batch"))
-    return _total(spec, layout, work, engine_preset("megatron-core 0.14")) / GIB
+    return _total(spec, layout, work, engine_preset("megatron-core 0.14", **constants)) / GIB
 
 
-def _torchtitan(row: Row) -> float:
+def _torchtitan(row: Row, **constants: float) -> float:
     """FSDP2 on H100, torch.compile, fp32 shards, bf16 computation."""
     size = row["model"].rpartition("-")[2].lower()
     spec = llama3(size)
@@ -150,5 +154,5 @@ def _torchtitan(row: Row) -> float:
         seq=_int(row, "seq"), global_batch=batch * dp,
         recompute="full" if full else "selective",
     )  # fmt: skip
-    engine = engine_preset("torchtitan", async_tp="Async" in row["note"])
+    engine = engine_preset("torchtitan", async_tp="Async" in row["note"], **constants)
     return _total(spec, layout, work, engine) / GIB
