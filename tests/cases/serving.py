@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from bench.serving_models import EXTRA
+
 from meshwright.engines import profile
 from meshwright.plan.memory import RankMemory, ServeMemory
 from meshwright.plan.serve_memory import serve_memory
@@ -68,9 +70,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "qwen3-14b": dense(QWEN3, 5120, 40, 40, 8, 17408, 151936, 40960, model_type="qwen3", head_dim=128),
     "qwen3-32b": dense(QWEN3, 5120, 64, 64, 8, 25600, 151936, 40960, model_type="qwen3", head_dim=128),
-    "mistral-small-24b": dense(
-        "MistralForCausalLM", 5120, 40, 32, 8, 32768, 131072, 131072, model_type="mistral", head_dim=128
-    ),
+    "mistral-small-3.2-24b": EXTRA["mistral-small-3.2-24b"],
     "qwen3-30b-a3b": dense(
         "Qwen3MoeForCausalLM", 2048, 48, 32, 4, 6144, 151936, 40960, model_type="qwen3_moe", head_dim=128,
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, decoder_sparse_step=1,

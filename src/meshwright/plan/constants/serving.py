@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from meshwright.specs.cluster import Device
@@ -92,7 +92,7 @@ def version_key(version: str) -> tuple[int, ...]:
 
 @cache
 def _table() -> Mapping[str, Any]:
-    text = files("meshwright.plan.constants").joinpath("serving.json").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("serving.json").read_bytes()
     engines: Mapping[str, Any] = json.loads(text)["engines"]
     return engines
 
