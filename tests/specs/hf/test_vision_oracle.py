@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.errors import InputError
 from meshwright.specs.hf.read import model_from_config
 from meshwright.specs.tensors import expand
 from tests.specs.hf.oracle import Shapes, assert_same, config_class, read_header
@@ -394,3 +395,19 @@ def test_llava_takes_the_defaults_of_its_text_class() -> None:
     spec = model_from_config(raw, "llava-1.5-7b", "test")
     assert spec.parameters("decoder") / 1e9 == pytest.approx(6.74, abs=0.01)
     assert spec.parameters("vision") / 1e6 == pytest.approx(303.5 + 21, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "text_config is missing"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "wrapper inside a wrapper"),
+        ([1], "an object is needed"),
+        ({"model_type": "llama", "vocab_size": "many"}, "vocab_size is 'many'"),
+    ],
+)
+def test_a_wrapper_without_a_usable_text_part_is_refused_in_one_line(text: Any, said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        model_from_config({"model_type": "llava", "text_config": text, "dtype": "bfloat16"}, "bad", "bad.json")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwright.errors import InputError
 from meshwright.specs.hf import towers
 from meshwright.specs.hf.fields import Fields
 from meshwright.specs.hf.registry import Parts, architecture, find_reader, names_of, read_parts
@@ -60,9 +61,18 @@ def text_fields(f: Fields, tied: bool) -> Fields:
 
 
 def text_parts(f: Fields, dtype: str, *readers: str, tied: bool = False) -> Parts:
-    """Read the text part with the first reader known of ``readers``, or by its own names."""
+    """Read the text part with the first reader known of ``readers``, or by its own names.
+
+    Raises:
+        InputError: the wrapper takes any text model and names none, or names a wrapper.
+    """
     text = text_fields(f, tied)
-    reader = find_reader(*readers, *(names_of(text) if f.has(*TEXT_KEYS) else ()))
+    own = names_of(text) if f.has(*TEXT_KEYS) else ()
+    reader = find_reader(*readers, *own)
+    if reader is None and not f.has(*TEXT_KEYS):
+        raise InputError(f"{f.where}: text_config is missing; it must describe the language model")
+    if not readers and text.has(*TEXT_KEYS):
+        raise InputError(f"{text.where}: a wrapper inside a wrapper is not read; text_config must be a text model")
     return reader(text, dtype) if reader else read_parts(text, dtype)
 
 
