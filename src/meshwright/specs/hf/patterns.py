@@ -22,6 +22,8 @@ BUDGET_S = 2.0
 _LAYER = re.compile(r"layers\.(\d+)(?:\.|$)")
 _UNSAFE = re.compile(r"\)[*+{]|\\\d|\(\?P=|\(\?\(")
 _REPEAT = re.compile(r"(?<!\\)[*+]|(?<!\\)\{\d*,?\d*\}")
+#: A pattern without digits, ``?`` and counts cannot tell one layer from another.
+_TELLS_LAYERS = re.compile(r"[0-9?{]")
 
 
 class NameList:
@@ -40,6 +42,9 @@ class NameList:
         self._exact: set[str] = set()
         self._globs: dict[str, list[str]] = defaultdict(list)
         self._expressions: list[re.Pattern[str]] = []
+        self._same_globs: list[str] = []
+        self._same_expressions: list[re.Pattern[str]] = []
+        self._same: dict[str, bool] = {}
         self.rejected: list[str] = []
         self._where = where
         self._left_s = BUDGET_S
@@ -53,50 +58,81 @@ class NameList:
     def _add(self, pattern: str) -> None:
         if pattern.startswith("re:"):
             self._add_expression(pattern[3:])
-        elif "*" in pattern or "?" in pattern:
+        elif "*" not in pattern and "?" not in pattern:
+            self._exact.add(pattern)
+        elif _TELLS_LAYERS.search(pattern):
             layer = _LAYER.search(pattern)
             self._globs[layer[1] if layer else ""].append(pattern)
         else:
-            self._exact.add(pattern)
+            self._same_globs.append(pattern)
 
     def _add_expression(self, text: str) -> None:
-        if len(self._expressions) >= MAX_EXPRESSIONS:
+        if len(self._expressions) + len(self._same_expressions) >= MAX_EXPRESSIONS:
             raise InputError(f"{self._where}: more than {MAX_EXPRESSIONS} expressions")
         if _UNSAFE.search(text) or len(_REPEAT.findall(text)) > 5:
             self.rejected.append(text)
             return
         try:
-            self._expressions.append(re.compile(text))
+            compiled = re.compile(text)
         except (re.error, OverflowError, RecursionError):
             raise InputError(f"{self._where}: {text[:40]!r} is not a regular expression") from None
+        # ``(?:...)`` holds a question mark without counting anything.
+        tells = _TELLS_LAYERS.search(text.replace("(?:", "("))
+        (self._expressions if tells else self._same_expressions).append(compiled)
 
     def __bool__(self) -> bool:
-        return bool(self._exact or self._globs or self._expressions)
+        return bool(self._exact or self._globs or self._expressions or self._same_globs or self._same_expressions)
 
-    def names(self, module: str) -> bool:
-        """Whether a pattern other than an expression stands for ``module``."""
-        runs = _runs(module)
-        if not self._exact.isdisjoint(runs):
-            return True
-        if not self._globs:
-            return False
-        layer = _LAYER.search(module)
-        globs = self._globs.get("", []) + (self._globs.get(layer[1], []) if layer else [])
-        starts = [module, *(module[i + 1 :] for i, c in enumerate(module) if c == ".")]
-        return any(_glob(g, s) or _glob(g + ".*", s) for g in globs for s in starts)
+    @property
+    def tells_layers(self) -> bool:
+        """Whether a pattern could stand for one layer and not for another."""
+        return bool(self._globs or self._expressions) or any(_TELLS_LAYERS.search(name) for name in self._exact)
 
-    def match(self, module: str) -> bool:
-        """Whether any pattern stands for ``module``."""
-        if self.names(module):
+    def match(self, module: str, template: str = "") -> bool:
+        """Whether any pattern stands for ``module``.
+
+        Args:
+            module: dotted name.
+            template: name that all layers of a family share; what cannot differ between layers is matched once.
+
+        Raises:
+            InputError: the expressions take longer than their budget.
+        """
+        if self._exact and not self._exact.isdisjoint(_runs(module)):
             return True
-        if not self._expressions:
+        key = template or module
+        if key not in self._same:
+            self._same[key] = _any_glob(self._same_globs, module) or self._any(self._same_expressions, module)
+        if self._same[key]:
+            return True
+        if self._globs:
+            layer = _LAYER.search(module)
+            globs = self._globs.get("", []) + (self._globs.get(layer[1], []) if layer else [])
+            if _any_glob(globs, module):
+                return True
+        return self._any(self._expressions, module)
+
+    def _any(self, expressions: list[re.Pattern[str]], module: str) -> bool:
+        if not expressions:
             return False
         start = time.monotonic()
-        found = any(e.match(module) for e in self._expressions)
+        found = any(e.match(module) for e in expressions)
         self._left_s -= time.monotonic() - start
         if self._left_s < 0:
             raise InputError(f"{self._where}: its regular expressions take more than {BUDGET_S} s")
         return found
+
+
+def _any_glob(globs: list[str], module: str) -> bool:
+    """Whether a glob matches the module or what lies above it, from any path component on."""
+    for glob in globs:
+        head = glob.replace("?", "*").split("*", 1)[0]
+        at = module.find(head)
+        while at >= 0:
+            if (at == 0 or module[at - 1] == ".") and (_glob(glob, module[at:]) or _glob(glob + ".*", module[at:])):
+                return True
+            at = module.find(head, at + 1) if head else -1
+    return False
 
 
 def _runs(module: str) -> list[str]:

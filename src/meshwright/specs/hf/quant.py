@@ -90,6 +90,8 @@ def _by_scheme(family: TensorFamily, recipe: Recipe) -> dict[Scheme | None, list
     module = family.template.removesuffix(".weight").replace("{expert}", "0")
     if not family.layers:
         return {_scheme(family, module, recipe): []}
+    if not recipe.tells_layers:
+        return {_scheme(family, module.replace("{layer}", str(family.layers[0])), recipe): list(family.layers)}
     split: dict[Scheme | None, list[int]] = {}
     for layer in family.layers:
         split.setdefault(_scheme(family, module.replace("{layer}", str(layer)), recipe), []).append(layer)
@@ -97,13 +99,13 @@ def _by_scheme(family: TensorFamily, recipe: Recipe) -> dict[Scheme | None, list
 
 
 def _scheme(family: TensorFamily, module: str, recipe: Recipe) -> Scheme | None:
-    if module and recipe.ignore.match(module):
+    if module and recipe.ignore.match(module, family.template):
         return None
     for rule in recipe.rules:
         if rule.targets is None:
             if _covered(family, recipe):
                 return rule.scheme
-        elif rule.targets.match(module):
+        elif rule.targets.match(module, family.template):
             return rule.scheme
     return None
 

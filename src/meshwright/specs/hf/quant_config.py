@@ -7,8 +7,7 @@ Methods: ``fp8`` and ``fbgemm_fp8`` (transformers), ``compressed-tensors``, ``mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.errors import InputError
 from meshwright.specs.dtypes import canonical
@@ -17,16 +16,14 @@ from meshwright.specs.hf.patterns import MAX_PATTERNS, NameList
 from meshwright.specs.hf.schemes import Scheme
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """The modules of ``targets`` (None: every matrix of attention, MLP and experts) are stored as ``scheme``."""
 
     targets: NameList | None
     scheme: Scheme
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
+class Recipe(NamedTuple):
     """A quantization configuration.
 
     Attributes:
@@ -48,6 +45,11 @@ class Recipe:
     unfuse: bool = False
     kv_dtype: str | None = None
     kv_scales: tuple[tuple[str, str], tuple[int, ...]] | None = None
+
+    @property
+    def tells_layers(self) -> bool:
+        """Whether a list could treat one layer differently from another."""
+        return any(x.tells_layers for x in (self.ignore, *(r.targets for r in self.rules if r.targets)))
 
 
 def read_recipe(f: Fields, text: Fields, hf_quant: Mapping[str, Any] | None, dtype: str) -> Recipe | None:
@@ -152,7 +154,7 @@ MODELOPT: dict[str, Scheme] = {
     "NVFP4": _NVFP4,
     "NVFP4_AWQ": _NVFP4,
     "W4A8_NVFP4_FP8": _NVFP4,
-    "W4A16_NVFP4": replace(_NVFP4, static=False),
+    "W4A16_NVFP4": _NVFP4._replace(static=False),
     "MXFP8": Scheme("fp8_group", 8, group=32, scale_dtype="u8"),
     "MXFP4": Scheme("fp4_group", 4, group=32, scale_dtype="u8"),
     "W4A8_MXFP4_FP8": Scheme("fp4_group", 4, group=32, scale_dtype="u8"),
@@ -173,7 +175,7 @@ def _algorithm(q: Fields, default_group: int) -> Scheme | None:
     scheme = MODELOPT[name]
     if not scheme.group:
         return scheme
-    return replace(scheme, group=_group(q, "group_size") or default_group or scheme.group)
+    return scheme._replace(group=_group(q, "group_size") or default_group or scheme.group)
 
 
 def _modelopt(m: Fields, q: Fields, f: Fields) -> Recipe | None:

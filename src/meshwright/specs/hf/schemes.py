@@ -7,8 +7,8 @@ named models and the packers of the formats (AutoGPTQ, AutoAWQ, compressed-tenso
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from meshwright.specs.tensors import Dim, Part, Segment, TensorFamily
 
@@ -18,8 +18,7 @@ Kind = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
+class Scheme(NamedTuple):
     """How a linear layer is stored.
 
     Attributes:
@@ -75,8 +74,7 @@ def packed(dim: Dim, by: int, times: int = 1) -> Dim:
     return tuple(result)
 
 
-@dataclass(frozen=True, slots=True)
-class _Linear:
+class _Linear(NamedTuple):
     """One linear layer: module name, leading dimensions (fused experts), out and in dimension.
 
     ``swapped``: the plain weight lies [in, out].
