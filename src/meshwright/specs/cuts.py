@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import lcm
 
@@ -46,12 +47,14 @@ class Cuts:
         if profile.shared_whole_under_ep and min(layout.ep, layout.tp, layout.dp) > 1:
             whole.add("shared_mlp")
         self._whole = frozenset(whole)
-        self._coarsest = self._coarsest_units()
+        self._coarsest = self._coarsest_units(spec.families)
+        self._grouped = self._coarsest_units(f for f in spec.families if f.part == "weight")
 
-    def _coarsest_units(self) -> dict[tuple[object, ...], int]:
+    @staticmethod
+    def _coarsest_units(families: Iterable[TensorFamily]) -> dict[tuple[object, ...], int]:
         """Fewest units of any tensor by (label, role, section, layers): blocks of scales where there are some."""
         units: dict[tuple[object, ...], int] = {}
-        for family in self.spec.families:
+        for family in families:
             for dim in family.dims:
                 for segment in dim:
                     key = (segment.label, family.role, family.section, family.layers)
@@ -98,7 +101,12 @@ class Cuts:
             return self._plain(family, segment, degree, at.tp)
         if label in _GROUPS:
             return shares.groups_of(pair[1], degree, at.tp)
-        return shares.members_of(pair[0], pair[1], degree, at.tp)
+        return shares.members_of(self._pieces(family, pair[0], label), pair[1], degree, at.tp)
+
+    def _pieces(self, family: TensorFamily, heads: int, label: str) -> int:
+        """Pieces in which heads are dealt: fewer than the heads where a weight groups them (grouped output)."""
+        units = self._grouped.get((label, family.role, family.section, family.layers), heads)
+        return units if heads % units == 0 else heads
 
     def _plain(self, family: TensorFamily, segment: Segment, degree: int, index: int) -> Share:
         if segment.label == "vision" and segment.units % degree:

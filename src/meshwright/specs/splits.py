@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from meshwright.specs.model import Attention, Mlp, ModelSpec, Moe, Recurrent
 from meshwright.specs.tensors import Label, Role, TensorFamily
@@ -21,6 +22,8 @@ class Width:
         size: elements of the whole side (logical, not packed).
         side: ``out``: columns of the result (column parallel); ``in``: reduction side (row parallel).
         heads: how many heads the side consists of, 1 where it has none.
+        block: elements of the side that share a two-dimensional scale of an fp8 weight; 0: none.
+        packed: four-bit and integer weights, whose groups run along the reduction side.
     """
 
     name: str
@@ -28,6 +31,8 @@ class Width:
     size: int
     side: str
     heads: int = 1
+    block: int = 0
+    packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class Splits:
     Attributes:
         attentions, recurrents, mlps, moes: distinct blocks of the decoder layers.
         quantized: sides of quantized matrices that tensor parallelism cuts.
+        head_units: fewest pieces that any weight of the decoder's attention lets query heads be cut into: the heads,
+            or groups of them where an output projection is grouped (DeepSeek-V4); 0 without attention.
     """
 
     attentions: tuple[Attention, ...]
@@ -44,6 +51,7 @@ class Splits:
     mlps: tuple[Mlp, ...]
     moes: tuple[Moe, ...]
     quantized: tuple[Width, ...]
+    head_units: int = 0
 
     @property
     def softmax_mla(self) -> bool:
@@ -83,7 +91,12 @@ def _read(spec: ModelSpec) -> Splits:
             else:
                 moes[ffn] = None
     found = Splits(tuple(attentions), tuple(recurrents), tuple(mlps), tuple(moes), ())
-    return Splits(found.attentions, found.recurrents, found.mlps, found.moes, tuple(_quantized(spec, found)))
+    return replace(found, quantized=tuple(_quantized(spec, found)), head_units=_head_units(spec))
+
+
+def _head_units(spec: ModelSpec) -> int:
+    weights = (f for f in spec.families if f.section == "decoder" and f.role == "attention" and f.part == "weight")
+    return min((s.units for f in weights for dim in f.dims for s in dim if s.label == "heads"), default=0)
 
 
 def is_quantized(family: TensorFamily) -> bool:
@@ -91,36 +104,53 @@ def is_quantized(family: TensorFamily) -> bool:
     return family.part == "weight" and family.dtype in QUANTIZED_DTYPES
 
 
-def _quantized(spec: ModelSpec, found: Splits) -> dict[Width, None]:
+def _quantized(spec: ModelSpec, found: Splits) -> Iterator[Width]:
     """Sides of the decoder's quantized matrices, by the roles whose weights are stored quantized."""
-    ops: dict[Role, set[str]] = {}
+    stored: dict[Role, list[TensorFamily]] = {}
     for family in spec.families:
         if family.section == "decoder" and is_quantized(family):
-            ops.setdefault(family.role, set()).add(family.op)
-    out: dict[Width, None] = {}
-    if "attention" in ops:
-        for a in found.attentions:
-            _attention_widths(a, ops["attention"], out)
-    if "mlp" in ops:
-        for mlp in found.mlps:
-            _ffn_widths("MLP", "mlp", mlp.intermediate, out)
+            stored.setdefault(family.role, []).append(family)
+    widths: dict[Width, Role] = {}
+    for a in found.attentions if "attention" in stored else ():
+        widths |= dict.fromkeys(_attention_widths(a, {f.op for f in stored["attention"]}), "attention")
+    for mlp in found.mlps if "mlp" in stored else ():
+        widths |= dict.fromkeys(_ffn_widths("MLP", "mlp", mlp.intermediate), "mlp")
     for moe in found.moes:
-        if "expert" in ops:
-            _ffn_widths("expert", "expert_mlp", moe.intermediate, out)
-        if "shared_expert" in ops and moe.shared_intermediate:
-            _ffn_widths("shared expert", "shared_mlp", moe.shared_intermediate, out)
+        if "expert" in stored:
+            widths |= dict.fromkeys(_ffn_widths("expert", "expert_mlp", moe.intermediate), "expert")
+        if "shared_expert" in stored and moe.shared_intermediate:
+            shared = _ffn_widths("shared expert", "shared_mlp", moe.shared_intermediate)
+            widths |= dict.fromkeys(shared, "shared_expert")
+    scales = {f.template.rpartition(".")[0]: f for f in spec.families if f.part == "scale"}
+    for width, role in widths.items():
+        packed = any(not f.dtype.startswith("f8") for f in stored[role])
+        yield replace(width, packed=packed, block=_block(spec, stored[role], scales, width))
+
+
+def _block(spec: ModelSpec, weights: list[TensorFamily], scales: dict[str, TensorFamily], width: Width) -> int:
+    """Elements along a side that one scale covers, from the shapes of fp8 weights and their scales."""
+    for weight in weights:
+        scale = scales.get(weight.template.rpartition(".")[0])
+        if scale is None or not weight.dtype.startswith("f8") or not 1 < len(scale.shape) == len(weight.shape):
+            continue
+        number = -2 if width.side == "out" else -1
+        rows, blocks = weight.shape[number], scale.shape[number]
+        if any(s.label == width.label for s in weight.dims[number]) and 1 < blocks < rows:
+            stated = spec.quantization.block if spec.quantization else None
+            return stated[number] if stated else -(-rows // blocks)
+    return 0
+
+
+def _attention_widths(a: Attention, ops: set[str]) -> list[Width]:
+    out = []
+    if ops & {"q", "qkv", "q_b"}:
+        out.append(Width("query", "heads", a.heads * a.head_dim, "out", a.heads))
+    if a.kind == "gqa" and ops & {"k", "v", "qkv"}:
+        out.append(Width("key and value", "kv_heads", a.kv_heads * a.head_dim, "out", a.kv_heads))
+    if "o" in ops:
+        out.append(Width("attention output", "heads", a.heads * (a.v_head_dim or a.head_dim), "in", a.heads))
     return out
 
 
-def _attention_widths(a: Attention, ops: set[str], out: dict[Width, None]) -> None:
-    if ops & {"q", "qkv", "q_b"}:
-        out[Width("query", "heads", a.heads * a.head_dim, "out", a.heads)] = None
-    if a.kind == "gqa" and ops & {"k", "v", "qkv"}:
-        out[Width("key and value", "kv_heads", a.kv_heads * a.head_dim, "out", a.kv_heads)] = None
-    if "o" in ops:
-        out[Width("attention output", "heads", a.heads * (a.v_head_dim or a.head_dim), "in", a.heads)] = None
-
-
-def _ffn_widths(name: str, label: Label, size: int, out: dict[Width, None]) -> None:
-    out[Width(name, label, size, "out")] = None
-    out[Width(name, label, size, "in")] = None
+def _ffn_widths(name: str, label: Label, size: int) -> list[Width]:
+    return [Width(name, label, size, "out"), Width(name, label, size, "in")]

@@ -46,6 +46,7 @@ def _units(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
     """Every rank needs at least one unit of everything that tensor parallelism cuts."""
     blocks = splits(spec)
     counts = [("attention heads", a.heads) for a in blocks.attentions]
+    counts += [("groups of output heads", blocks.head_units)] if blocks.head_units else []
     counts += [("state-space heads", r.heads) for r in blocks.recurrents]
     counts += [("MLP columns", mlp.intermediate) for mlp in blocks.mlps]
     counts += [("vocabulary rows", spec.vocab)]
@@ -119,7 +120,7 @@ def _blocks(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
     if q is None or layout.tp == 1:
         return
     for width in splits(spec).quantized:
-        block = (q.block[0] if width.side == "out" else q.block[1]) if q.block else q.group
+        block = width.block or (q.group if width.packed else 0)
         if block and width.label not in {"heads", "kv_heads"} and width.size % block and width.side == "in":
             yield broken(
                 "quant_block",

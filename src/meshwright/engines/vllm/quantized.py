@@ -59,14 +59,13 @@ def blocks_divide(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
 
 
 def _side(width: Width, shard: int, q: Quantization, layout: Layout) -> Iterator[Rule]:
-    if q.block is not None:
-        block = q.block[0] if width.side == "out" else q.block[1]
+    if block := width.block:
         if shard % block and width.label == "kv_heads" and width.size // width.heads % block:
             yield _head_ends_in_block(width, block)
         elif shard % block:
             yield _refuse("quant_block", width, shard, block, f"{q.method} block", layout, _FP8)
         return
-    if not q.group or q.method in _PADS_EXPERTS:
+    if not q.group or not width.packed or q.method in _PADS_EXPERTS:
         return
     if width.side == "in" and shard % q.group and width.size != shard:
         yield _refuse("quant_group", width, shard, q.group, f"{q.method} group", layout, _MARLIN)

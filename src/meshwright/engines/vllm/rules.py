@@ -28,6 +28,7 @@ def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Wo
         *_serving_only(layout, workload),
         *checks.world_fits(layout, cluster),
         *_heads(spec, layout),
+        *_grouped_output(spec, layout),
         *_kv_heads(spec, layout),
         *_vocabulary(spec, layout),
         *_recurrent(spec, layout),
@@ -71,6 +72,21 @@ def _heads(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
                 heads=heads,
                 tp=layout.tp,
             )
+
+
+def _grouped_output(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
+    """An output projection in groups of heads (DeepSeek-V4) is dealt by whole groups."""
+    groups = splits(spec).head_units
+    if groups and groups % layout.tp and spec.heads % layout.tp == 0:
+        yield broken(
+            "head_groups_over_tp",
+            "illegal",
+            f"{groups} groups of output heads are not divisible by tensor parallel size {layout.tp}",
+            f"choose tp from {named(divisors(groups), layout.tp)}",
+            "DeepSeek-V4 inference/model.py: groups of a rank = o_groups / world size",
+            groups=groups,
+            tp=layout.tp,
+        )
 
 
 def _kv_heads(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.specs.hf.dense import attention_tensors, ends, gqa
 from meshwright.specs.hf.fields import MAX_EXPERTS, Fields
-from meshwright.specs.hf.moe import routed, stack
+from meshwright.specs.hf.moe import routed, stack, windows
 from meshwright.specs.hf.registry import Parts, architecture
 from meshwright.specs.hf.table import Table, seg
 from meshwright.specs.model import Attention, Layer, Moe
@@ -37,6 +39,31 @@ def granitemoe(f: Fields, dtype: str) -> Parts:
         t.norm(norm, hidden, layers=every)
     longest = f.integer("max_position_embeddings", default=2048, high=1 << 30)
     return Parts(hidden, vocab, stack((a,) * n, every, moe, 0), tuple(t.families), tied, longest)
+
+
+@architecture("GraniteMoeSWAForCausalLM", "granitemoe_swa")
+def granitemoe_swa(f: Fields, dtype: str) -> Parts:
+    """Granite with sliding windows and sinks; experts are stored as transformers holds them."""
+    n = f.layers()
+    parts = granitemoe(f, dtype)
+    a = replace(gqa(f), sinks=True)
+    mixers = windows(f, n, a)
+    old, new = "block_sparse_moe.", "block_sparse_moe.experts."
+    names = {
+        old + "router.layer.weight": old + "router.weight",
+        old + "input_linear.weight": new + "gate_up_proj",
+        old + "output_linear.weight": new + "down_proj",
+    }
+    renamed = [
+        replace(
+            x, template=next((x.template.replace(k, v) for k, v in names.items() if x.template.endswith(k)), x.template)
+        )
+        for x in parts.families
+    ]
+    t = Table(dtype)
+    t.add(t.prefix + "self_attn.sinks", seg("heads", a.heads), role="attention", layers=range(n))
+    layers = tuple(replace(layer, mixers=(m,)) for layer, m in zip(parts.layers, mixers, strict=True))
+    return replace(parts, layers=layers, families=(*renamed, *t.families))
 
 
 @architecture("DbrxForCausalLM", "dbrx")

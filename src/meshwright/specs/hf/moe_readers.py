@@ -24,6 +24,7 @@ from meshwright.specs.hf.moe import (
     shared_width,
     windows,
 )
+from meshwright.specs.hf.moe_more import sarvam_moe
 from meshwright.specs.hf.mtp import MtpNames, count_of, nextn
 from meshwright.specs.hf.registry import Parts, architecture
 from meshwright.specs.hf.table import Table, seg
@@ -195,7 +196,12 @@ def dots1(f: Fields, dtype: str) -> Parts:
 
 @architecture("Glm4MoeForCausalLM", "glm4_moe")
 def glm4_moe(f: Fields, dtype: str) -> Parts:
-    """GLM-4.5, 4.6, 4.7 with their multi-token-prediction layer behind the last decoder layer."""
+    """GLM-4.5, 4.6, 4.7 with their multi-token-prediction layer behind the last decoder layer.
+
+    transformers saves Sarvam's models under this class, but with their own names.
+    """
+    if f.text("model_type") == "sarvam_moe":
+        return sarvam_moe(f, dtype)
     n, sparse, moe = _deepseek_like(f, dense=1)
     bias, norm = f.flag("attention_bias"), "head" if f.flag("use_qk_norm") else ""
     a = gqa(f)
