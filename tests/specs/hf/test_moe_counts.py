@@ -67,6 +67,7 @@ def named(experts: int, topk: int, inner: int) -> Config:
 
 LLAMA4 = {"intermediate_size_mlp": 16384, "attention_chunk_size": 8192}
 MTP = {"num_nextn_predict_layers": 1}
+LING = {"use_qk_norm": True, "moe_router_enable_expert_bias": True}
 SHARED_QWEN = {"shared_expert_intermediate_size": 20480}
 
 #: model -> (model type, configuration, published parameters in 1e9, published active ones in 1e9 or None)
@@ -134,6 +135,19 @@ PUBLISHED: dict[str, tuple[str, Config, float, float | None]] = {
         None,
     ),
     "dots.llm1": ("dots1", gqa(4096, 62, 32, 32, 152064, 10944) | routed(128, 6, 1408, 2, 1), 142.77, 14.0),
+    "DeepSeek-MoE-16B": ("deepseek", gqa(2048, 28, 16, 16, 102400, 10944) | routed(64, 6, 1408, 2, 1), 16.38, 2.83),
+    "Ling-flash-2.0": (
+        "bailing_moe_v2",
+        gqa(4096, 32, 32, 4, 157184, 9216) | routed(256, 8, 1024, 1, 1) | LING,
+        102.9,
+        6.15,
+    ),
+    "Ling-1T": (
+        "bailing_moe_v2",
+        gqa(8192, 80, 64, 8, 157184, 18432) | routed(256, 8, 2048, 1, 4) | LING,
+        999.7,
+        None,
+    ),
     "DBRX": (
         "dbrx",
         {

@@ -65,6 +65,21 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         {**LOCAL, "intermediate_size_mlp": 56, "interleave_moe_layer_step": 2, "head_dim": 12, "num_hidden_layers": 4},
     ),
     ("llama4_text", {**LOCAL, "intermediate_size_mlp": 56, "head_dim": 12, "attention_bias": True}),
+    ("sarvam_moe", {**EXPERTS, **ROUTED, "head_dim": 12}),
+    ("sarvam_moe", {**EXPERTS, **ROUTED, "head_dim": 12, "use_qk_norm": False, "attention_bias": True}),
+    ("laguna", {**EXPERTS, **FOUR, "head_dim": 12, "shared_expert_intermediate_size": 20, **WINDOWS}),
+    (
+        "laguna",
+        {
+            **EXPERTS,
+            **FOUR,
+            "head_dim": 12,
+            "shared_expert_intermediate_size": 20,
+            "num_attention_heads_per_layer": [4, 6, 4],
+            "gating": "per-element",
+        },
+    ),
+    ("granitemoe_swa", {**LOCAL, **WINDOWS}),
     ("minimax_m2", {**LOCAL, "head_dim": 12, "rotary_dim": 4}),
     ("mimo_v2_flash", {**EXPERTS, "n_routed_experts": 4, "head_dim": 12, "v_head_dim": 10}),
 ]
