@@ -37,8 +37,8 @@ def explain_train(spec: ModelSpec, cluster: Cluster, work: Train, chosen: Candid
         out.append(Reason("context_parallel", text, {"cp": float(layout.cp)}))
     if spec.moe is not None and layout.ep > 1:
         text = (
-            f"EP {layout.ep}: {-(-spec.moe.experts // layout.ep)} of {spec.moe.experts} experts a rank, tokens travel to "
-            "their experts and back, forward and backward"
+            f"EP {layout.ep}: {-(-spec.moe.experts // layout.ep)} of {spec.moe.experts} experts a rank, tokens travel "
+            "to their experts and back, forward and backward"
         )
         out.append(Reason("experts_parallel", text, {"ep": float(layout.ep)}))
     if work.recompute != "none":
@@ -77,8 +77,8 @@ def _pipeline(spec: ModelSpec, work: Train, chosen: Candidate) -> Reason:
     layers = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     handed = layout.micro_batch * work.seq * spec.hidden * 2
     text = (
-        f"PP {layout.pp} hands {binary(handed)} a micro-batch over each boundary; {m:,} micro-batches leave a bubble of "
-        f"{chosen.cost.bubble:.1%} = (p-1)/({'v m' if layout.virtual > 1 else 'm'}+p-1); {layers} layers a stage"
+        f"PP {layout.pp} hands {binary(handed)} a micro-batch over each boundary; {m:,} micro-batches leave a "
+        f"bubble of {chosen.cost.bubble:.1%} = (p-1)/({'v m' if layout.virtual > 1 else 'm'}+p-1); {layers} layers a stage"
     )
     return Reason("pipeline", text, {"bubble": chosen.cost.bubble, "micro_batches": float(m)})
 

@@ -110,6 +110,7 @@ class Plan:
         rules: broken rules of the chosen layout (illegal and unwise).
         reasons: the explanation, most important first.
         alternatives, rejected: what else was looked at.
+        fast_enough: the lower bounds of its cost break no latency target.
         settings: engine settings the plan was made for (serving), every field resolved.
         notes: assumptions of the model reader, of the cluster, of the memory model.
     """
@@ -129,11 +130,12 @@ class Plan:
     reasons: tuple[Reason, ...]
     alternatives: tuple[Alternative, ...]
     rejected: tuple[Rejected, ...]
+    fast_enough: bool = True
     settings: ServeSettings | None = None
     commands: tuple[Command, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Legal and fits."""
-        return self.legal and self.fits
+        """Legal, fits, and no latency target is out of reach."""
+        return self.legal and self.fits and self.fast_enough

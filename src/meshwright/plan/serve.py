@@ -14,7 +14,7 @@ from meshwright.plan.plan import Alternative, Candidate, Motive, Plan, Rejected
 from meshwright.plan.serve_memory import resolve_settings, serve_memory
 from meshwright.plan.verdict import given_verdict, nothing_works, serve_verdict
 from meshwright.specs.cluster import Cluster
-from meshwright.specs.layout import Layout
+from meshwright.specs.layout import Layout, product
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.nearest import explain as explain_rules
 from meshwright.specs.placement import Placement, place
@@ -25,7 +25,7 @@ from meshwright.specs.units import gib
 from meshwright.specs.workload import Serve
 
 #: Unwise rules that a chosen layout must not break while another one works.
-AVOIDED = frozenset({"tp_crosses_node", "devices_idle"})
+AVOIDED = frozenset({"tp_crosses_node"})
 #: Throughput bounds closer than this are a tie, which fewer devices and fewer stages win.
 TIE = 0.02
 #: Rounds of the fixed point between requests in flight and the time each takes.
@@ -119,7 +119,7 @@ def plan_serve(
             rejected.append(Rejected(option, "illegal", str(error)))
     works = []
     for candidate in candidates:
-        out = too_slow(ctx, candidate) if candidate.fits else too_full(ctx, candidate)
+        out = too_slow(ctx, candidate) or (None if candidate.fits else too_full(ctx, candidate))
         if out is None:
             works.append(candidate)
         else:
@@ -160,6 +160,18 @@ def too_slow(ctx: ServeContext, candidate: Candidate) -> Rejected | None:
     return Rejected(candidate.layout, "rate_too_high", text)
 
 
+def missed(ctx: ServeContext, candidate: Candidate) -> str:
+    """Verdict on a layout that breaks a target even at the peaks; empty when it does not."""
+    w, cost, name = ctx.workload, candidate.cost, product(candidate.layout)
+    if w.tpot_s is not None and cost.step_s > w.tpot_s:
+        step, target = cost.step_s * 1e3, w.tpot_s * 1e3
+        return f"too slow: {name} fits, but a token takes at least {step:,.2f} ms, {target:,.2f} ms are asked"
+    if w.ttft_s is not None and cost.prefill_s > w.ttft_s:
+        first, target = cost.prefill_s * 1e3, w.ttft_s * 1e3
+        return f"too slow: {name} fits, but a prefill takes at least {first:,.1f} ms, {target:,.1f} ms are asked"
+    return ""
+
+
 def violations(ctx: ServeContext, candidate: Candidate) -> int:
     """Targets that even the lower bounds break."""
     w = ctx.workload
@@ -170,26 +182,45 @@ def violations(ctx: ServeContext, candidate: Candidate) -> int:
 
 def rank_key(ctx: ServeContext, candidate: Candidate, best: float) -> tuple[float, ...]:
     """Order of candidates that work: no rule to avoid, targets met, throughput (ties in steps), then simplicity."""
-    avoided = sum(rule.code in AVOIDED for rule in candidate.rules)
     behind = 1.0 - candidate.cost.tokens_per_s / best if best else 0.0
     layout = candidate.layout
-    idle = sum(rule.code == "devices_idle" for rule in candidate.rules)
-    return (
-        avoided - idle,
-        violations(ctx, candidate),
-        int(behind / TIE),
-        layout.world,
-        layout.pp,
-        layout.tp,
-        layout.ep,
-        behind,
-    )
+    avoided = sum(rule.code in AVOIDED for rule in candidate.rules)
+    wide = (layout.world, layout.pp, layout.tp, layout.ep, behind)
+    return (avoided, violations(ctx, candidate), int(behind / TIE), *wide)
 
 
 def choose(ctx: ServeContext, works: list[Candidate]) -> list[Candidate]:
-    """Candidates that work, best first."""
+    """Candidates that work, best first.
+
+    Inside a node the smallest TP whose shards fit wins and replicas do the rest; more TP only where a target asks
+    for it, since the bound flatters splits. Where no single stage inside a node works, the least split among layouts
+    of equally many devices wins, and these compete by throughput. The other candidates follow in that order.
+    """
     best = max((c.cost.tokens_per_s for c in works), default=0.0)
-    return sorted(works, key=lambda c: rank_key(ctx, c, best))
+    ordered = sorted(works, key=lambda c: rank_key(ctx, c, best))
+    if ordered and violations(ctx, ordered[0]):
+        return sorted(ordered, key=lambda c: (*rank_key(ctx, c, best)[:2], c.cost.step_s))
+    node = ctx.cluster.devices_per_node
+    flat = [c for c in ordered if c.layout.pp == 1 and c.layout.tp <= node and not violations(ctx, c)]
+    if flat and ctx.spec.moe is None:
+        least_tp = min(c.layout.tp for c in flat)
+        winners = {id(c) for c in flat if c.layout.tp == least_tp}
+    elif flat:
+        winners = {id(c) for c in flat}
+    else:
+        winners = {id(c) for c in least_splits(ctx, ordered)}
+    return sorted(ordered, key=lambda c: id(c) not in winners)
+
+
+def least_splits(ctx: ServeContext, ordered: list[Candidate]) -> list[Candidate]:
+    """For every number of devices the candidate that splits the model least; equal ones in the given order."""
+    least: dict[int, tuple[tuple[int, int, int], Candidate]] = {}
+    for c in ordered:
+        avoided = sum(rule.code in AVOIDED for rule in c.rules)
+        key = (avoided, violations(ctx, c), joint_ranks(c))
+        if c.layout.world not in least or key < least[c.layout.world][0]:
+            least[c.layout.world] = (key, c)
+    return [c for _, c in least.values()]
 
 
 def motive_of(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Motive:
@@ -208,7 +239,7 @@ def _searched(ctx: ServeContext, candidates: list[Candidate], works: list[Candid
     motive = motive_of(ctx, chosen, facts)
     return Plan(
         kind="serve",
-        verdict=serve_verdict(ctx.spec, ctx.cluster, ctx.workload, chosen, motive),
+        verdict=missed(ctx, chosen) or serve_verdict(ctx.spec, ctx.cluster, ctx.workload, chosen, motive),
         motive=motive,
         spec=ctx.spec,
         cluster=ctx.cluster,
@@ -217,6 +248,7 @@ def _searched(ctx: ServeContext, candidates: list[Candidate], works: list[Candid
         layout=chosen.layout,
         legal=True,
         fits=True,
+        fast_enough=not violations(ctx, chosen),
         chosen=chosen,
         rules=chosen.rules,
         reasons=explain_serve(ctx, chosen, facts),
@@ -275,7 +307,8 @@ def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: 
     others = alternatives(ctx, head) if chosen is not None and fits else _better(ordered)
     return Plan(
         kind="serve",
-        verdict=given_verdict(ctx.spec, ctx.cluster, ctx.workload, layout, broken, chosen),
+        verdict=(missed(ctx, chosen) if chosen is not None and fits else "")
+        or given_verdict(ctx.spec, ctx.cluster, ctx.workload, layout, broken, chosen),
         motive="given",
         spec=ctx.spec,
         cluster=ctx.cluster,
@@ -284,6 +317,7 @@ def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: 
         layout=layout,
         legal=not broken,
         fits=fits,
+        fast_enough=chosen is None or not violations(ctx, chosen),
         chosen=chosen,
         rules=rules,
         reasons=explain_serve(ctx, chosen, serve_facts(ctx, works)) if chosen else (),

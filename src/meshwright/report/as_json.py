@@ -143,6 +143,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "layout": layout_json(plan.layout) if plan.layout else None,
         "legal": plan.legal,
         "fits": plan.fits,
+        "fast_enough": plan.fast_enough,
         "rules": [rule_json(r) for r in plan.rules],
         "reasons": [plain(r) for r in plan.reasons],
         "memory": memory_json(plan, chosen) if chosen else None,

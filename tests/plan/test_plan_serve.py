@@ -1,0 +1,217 @@
+"""``plan serve``: the decisions that the issue states, each shown with its number, on specs built here."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright import engines
+from meshwright.plan.candidates import bound_of, smallest_tp
+from meshwright.plan.plan import Plan
+from meshwright.plan.serve import plan_serve
+from meshwright.specs.build import decoder
+from meshwright.specs.cluster import parse_cluster
+from meshwright.specs.layout import Layout, parse_layout
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.profile import ServeSettings
+from meshwright.specs.units import GIB
+from meshwright.specs.workload import Serve
+
+LLAMA_70B = decoder(hidden=8192, layers=80, heads=64, kv_heads=8, ffn=28672, vocab=128256, tied=False, name="llama-70b")
+LLAMA_405B = decoder(
+    hidden=16384, layers=126, heads=128, kv_heads=8, ffn=53248, vocab=128256, tied=False, name="llama-405b"
+)
+SMALL = decoder(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256, tied=False, name="small-1b")
+MIXTURE = decoder(
+    hidden=4096,
+    layers=94,
+    heads=64,
+    kv_heads=4,
+    ffn=12288,
+    vocab=151936,
+    tied=False,
+    experts=128,
+    topk=8,
+    moe_ffn=1536,
+    name="mixture-235b",
+)
+
+
+def plan(spec: ModelSpec, on: str, layout: str | None = None, engine: str = "vllm", **workload: float) -> Plan:
+    return plan_serve(
+        spec,
+        parse_cluster(on),
+        Serve(**workload),  # type: ignore[arg-type]
+        engines.profile(engine),
+        ServeSettings(),
+        parse_layout(layout) if layout else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "bits", "gib"), [(7.6e9, 16, 14), (70e9, 16, 130), (405e9, 16, 754), (70e9, 4, 33)]
+)
+def test_weights_in_gib(parameters: float, bits: int, gib: int) -> None:
+    assert round(parameters * bits / 8 / GIB) == gib
+
+
+def test_the_builders_models_weigh_what_their_names_say() -> None:
+    assert round(LLAMA_70B.weight_bytes() / GIB) == 131
+    assert round(LLAMA_405B.weight_bytes() / GIB) == 756
+
+
+@pytest.mark.parametrize(("parameters", "tp"), [(7.6e9, 1), (70e9, 8), (405e9, 64)])
+def test_smallest_power_of_two_tp_on_24_gib_cards_with_6_kept(parameters: float, tp: int) -> None:
+    assert smallest_tp(parameters * 2, 24 * GIB, 6 * GIB) == tp
+
+
+def test_smallest_tp_needs_room() -> None:
+    with pytest.raises(ValueError, match="no room"):
+        smallest_tp(1.0, 6 * GIB, 6 * GIB)
+
+
+def test_405b_on_24_gib_cards_in_nodes_of_8_is_tp_times_pp_and_not_tp_64() -> None:
+    found = plan(LLAMA_405B, "8x8xRTX-3090@ib-100g", isl=1000, osl=200, concurrency=8)
+    assert found.ok
+    assert found.layout is not None
+    assert found.layout.tp == 8
+    assert found.layout.pp >= 6
+    assert all(a.candidate.layout.tp != 64 for a in found.alternatives[:1])
+    assert found.motive == "capacity"
+
+
+def test_70b_on_two_nodes_of_four_a100_40g_is_tp4_pp2_for_capacity() -> None:
+    found = plan(LLAMA_70B, "2x4xA100-40G@ib-200g", isl=8000, osl=500, concurrency=32)
+    assert found.ok
+    assert found.layout == Layout(tp=4, pp=2)
+    assert found.motive == "capacity"
+    reason = found.reasons[0]
+    assert reason.code == "capacity"
+    assert "131 GiB of weights and 83 GiB of KV cache" in reason.text
+    assert "do not fit one node's 158 GiB" in reason.text
+
+
+def test_70b_on_two_nodes_of_four_a100_80g_is_tp4_dp2_with_tp4_pp2_beside_it() -> None:
+    found = plan(LLAMA_70B, "2x4xA100-80G@ib-200g", isl=8000, osl=500, concurrency=32)
+    assert found.ok
+    assert found.layout == Layout(tp=4, dp=2)
+    assert Layout(tp=4, pp=2) in [a.candidate.layout for a in found.alternatives]
+    assert {r.code for r in found.reasons} >= {"capacity", "throughput", "tp_inside_node"}
+
+
+def test_a_small_model_is_replicated_and_the_reason_is_throughput() -> None:
+    found = plan(SMALL, "1x8xH100-SXM", isl=500, osl=200, concurrency=256)
+    assert found.layout == Layout(dp=8)
+    assert found.motive == "throughput"
+    assert found.reasons[0].code == "throughput"
+
+
+def test_tp_does_not_cross_nodes_while_something_else_works() -> None:
+    found = plan(LLAMA_70B, "2x4xA100-40G@ib-200g", isl=8000, osl=500, concurrency=32)
+    crossing = [a for a in found.alternatives if a.candidate.layout.tp > 4]
+    assert all("TP crosses nodes" in a.lost_by for a in crossing)
+    given = plan(LLAMA_70B, "2x4xA100-40G@ib-200g", "tp=8", isl=8000, osl=500, concurrency=32)
+    assert given.ok
+    assert "tp_crosses_node" in [r.code for r in given.rules]
+
+
+def test_every_rejected_layout_names_the_number_that_killed_it() -> None:
+    found = plan(LLAMA_70B, "2x4xA100-40G@ib-200g", isl=8000, osl=500, concurrency=32)
+    by_layout = {(r.layout.tp, r.layout.pp): r.reason for r in found.rejected}
+    assert "131.4 GiB" in by_layout[(1, 1)]
+    assert "65.7 GiB" in by_layout[(2, 1)]
+    assert "20.8 GiB of KV cache for 32 requests" in by_layout[(4, 1)]
+
+
+def test_nothing_fits_says_how_many_devices_would() -> None:
+    found = plan(LLAMA_405B, "1x8xRTX-3090", isl=1000, osl=100, concurrency=1)
+    assert not found.fits
+    assert found.layout is None
+    budget = parse_cluster("RTX-3090").device.memory_bytes * 0.92
+    bound = bound_of(LLAMA_405B)
+    least = -(-(bound.dense_bytes + bound.expert_bytes) // int(budget))
+    assert f"at least {least} x RTX-3090" in found.verdict
+
+
+def test_a_part_of_the_requests_fits() -> None:
+    found = plan(LLAMA_70B, "1x4xA100-40G", isl=8000, osl=500, concurrency=32)
+    assert not found.fits
+    assert found.layout is not None
+    assert "of 32 requests fit at a time" in found.verdict
+
+
+def test_a_latency_target_asks_for_more_tp_than_capacity() -> None:
+    loose = plan(SMALL, "1x8xH100-SXM", isl=500, osl=200, concurrency=64)
+    assert loose.chosen is not None
+    target = loose.chosen.cost.step_s * 0.95
+    strict = plan(SMALL, "1x8xH100-SXM", isl=500, osl=200, concurrency=64, tpot_s=target)
+    assert strict.layout is not None
+    assert loose.layout == Layout(dp=8)
+    assert strict.layout.tp == 2
+    assert strict.motive == "latency"
+    assert strict.ok
+
+
+def test_a_target_out_of_reach_is_said_with_both_numbers() -> None:
+    found = plan(SMALL, "1x8xH100-SXM", isl=500, osl=200, concurrency=64, tpot_s=1e-5)
+    assert found.fits
+    assert not found.ok
+    assert found.verdict.startswith("too slow")
+    assert "0.01 ms are asked" in found.verdict
+
+
+def test_a_rate_becomes_requests_in_flight() -> None:
+    slow = plan(SMALL, "1x2xH100-SXM", isl=500, osl=200, rate=1.0)
+    fast = plan(SMALL, "1x2xH100-SXM", isl=500, osl=200, rate=60.0)
+    assert slow.chosen is not None
+    assert fast.chosen is not None
+    few, many = slow.chosen.workload, fast.chosen.workload
+    assert isinstance(few, Serve)
+    assert isinstance(many, Serve)
+    assert few.concurrency is not None
+    assert many.concurrency is not None
+    assert few.concurrency < many.concurrency
+
+
+def test_a_rate_beyond_the_peaks_is_refused_with_both_numbers() -> None:
+    found = plan(LLAMA_70B, "1x4xA100-80G", isl=500, osl=200, rate=1e6)
+    assert not found.ok
+    assert any(r.code == "rate_too_high" and "1,000,000.00 are asked" in r.reason for r in found.rejected)
+
+
+def test_experts_are_kept_whole_where_cutting_them_is_dearer() -> None:
+    found = plan(MIXTURE, "1x8xH200-SXM", isl=2000, osl=300, concurrency=64)
+    assert found.ok
+    assert found.layout is not None
+    assert any(r.code in {"experts_parallel", "experts_cut"} for r in found.reasons)
+    dense = plan(LLAMA_70B, "1x8xH200-SXM", "tp=8,ep=8", isl=2000, osl=300)
+    assert not dense.legal
+    assert dense.rules[0].code == "ep_without_experts"
+
+
+def test_an_illegal_layout_names_both_numbers_and_the_nearest_legal_ones() -> None:
+    found = plan(LLAMA_70B, "1x8xH100-SXM", "tp=3")
+    assert not found.legal
+    assert found.chosen is None
+    assert "64" in found.verdict
+    assert "3" in found.verdict
+    assert found.rules[0].nearest
+
+
+def test_our_own_runtime_splits_unevenly() -> None:
+    spec = decoder(hidden=576, layers=30, heads=9, kv_heads=3, ffn=1536, vocab=49152, tied=True, name="smollm2")
+    refused = plan(spec, "1x2xRTX-3090", "tp=2", isl=100, osl=10)
+    assert not refused.legal
+    own = plan(spec, "1x2xRTX-3090", "tp=2", engine="meshwright", isl=100, osl=10)
+    assert own.legal
+    assert own.chosen is not None
+    weights = [r.weights_bytes for r in own.chosen.memory.ranks]
+    assert len(weights) == 2
+    assert weights[0] > weights[1]
+
+
+def test_cost_counts_two_all_reduces_a_layer() -> None:
+    one = plan(LLAMA_70B, "1x8xH200-SXM", "tp=1", isl=100, osl=10, concurrency=1)
+    eight = plan(LLAMA_70B, "1x8xH200-SXM", "tp=8", isl=100, osl=10, concurrency=1)
+    assert eight.chosen is not None
+    assert eight.chosen.cost.messages >= 160
+    assert one.chosen is None or one.chosen.cost.wire_bytes == 0
