@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
@@ -169,6 +170,29 @@ def test_broken_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(store, "MAX_ROWS", 2)
     with pytest.raises(InputError, match="at most 2"):
         read_parquet(folder)
+
+
+def test_flipped_bytes_end_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Seeded damage to either format is read or refused with an InputError; the reader's own panic stays unseen."""
+    rng = random.Random(7)
+    ledger = Ledger([Entry("s0", "all_reduce", layer=i, shapes=((4, 8),), payload_bytes=64 * i) for i in range(50)])
+    write_parquet(ledger, tmp_path)
+    write_jsonl(ledger, tmp_path / "l.jsonl")
+    refused: list[str] = []
+    for path in (tmp_path / "entries.parquet", tmp_path / "l.jsonl"):
+        whole = path.read_bytes()
+        for _ in range(60):
+            damaged = bytearray(whole)
+            for _ in range(rng.randint(1, 4)):
+                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+            path.write_bytes(bytes(damaged))
+            try:
+                read(tmp_path if path.suffix == ".parquet" else path)
+            except InputError as error:
+                refused.append(str(error))
+    assert len(refused) > 60
+    assert not any("\n" in line for line in refused)
+    assert capfd.readouterr().err == ""
 
 
 def test_unknown_version_of_a_folder(tmp_path: Path) -> None:
