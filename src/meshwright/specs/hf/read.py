@@ -54,7 +54,17 @@ def model_from_config(
     """
     if not isinstance(raw, Mapping):
         raise InputError(f"{where}: the configuration is not a JSON object")
-    f = Fields(raw, where)
+    try:
+        return _spec(Fields(raw, where), name, hf_quant, source)
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply to be a configuration") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Readers check what they read; what they do not foresee is still a file that contradicts itself.
+        kind = type(error).__name__
+        raise InputError(f"{where}: the configuration contradicts itself ({kind}: {str(error)[:80]})") from error
+
+
+def _spec(f: Fields, name: str, hf_quant: Mapping[str, Any] | None, source: str) -> ModelSpec:
     text = f.sub(*TEXT_KEYS)
     dtype = _compute_dtype(f, text)
     parts = read_parts(f, dtype)
@@ -79,7 +89,7 @@ def model_from_config(
         quantization=quantization,
         learned_positions=parts.learned_positions,
         assumptions=tuple(f.assumed),
-        source=source or where,
+        source=source or f.where,
     )
 
 
