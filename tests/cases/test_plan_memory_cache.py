@@ -181,9 +181,9 @@ def test_c125_forty_kib_a_token() -> None:
 
 
 def drafted(drafter: Layer, *, speculative: int, tp: int = 2, kv_dtype: str = "auto", count: int = 5):  # type: ignore[no-untyped-def]
-    """Cache of the 27B hybrid with ``count`` draft layers."""
+    """Cache of the 27B hybrid with ``count`` draft layers and prefix caching, which these recipes switch on."""
     layers = spec(hybrid(64, 48, 24, 4), drafts=count, draft=drafter)
-    return cache_plan(layers, tp, rules=CacheRules(speculative=speculative, kv_dtype=kv_dtype))
+    return cache_plan(layers, tp, rules=CacheRules(speculative=speculative, kv_dtype=kv_dtype, state_pages=2))
 
 
 def test_c127_hybrid_with_a_drafter_of_five_layers() -> None:
@@ -211,7 +211,7 @@ def test_c129_hybrid_with_its_own_draft_layer() -> None:
 
 
 def test_c130_hybrid_experts() -> None:
-    plan = cache_plan(spec(hybrid(40, 32, 16, 2)), rules=CacheRules(kv_dtype="fp8"))
+    plan = cache_plan(spec(hybrid(40, 32, 16, 2)), rules=CacheRules(kv_dtype="fp8", state_pages=2))
     pool = [(EVERY, int(5.98 * GIB))]
     assert plan.tokens(pool, 131_072) == 567_978
     assert float(plan.concurrency(pool, 131_072)) == pytest.approx(4.33, abs=0.005)

@@ -124,8 +124,8 @@ def test_block_is_raised_to_the_recurrent_page() -> None:
 
 
 def test_printed_tokens_of_a_hybrid() -> None:
-    """A 35B-A3B hybrid: 5.98 GiB are 567,978 tokens at 131,072, 4.33 requests."""
-    plan = cache_plan(spec(hybrid(40, 32, 16, 2)), rules=CacheRules(kv_dtype="fp8"))
+    """A 35B-A3B hybrid with prefix caching: 5.98 GiB are 567,978 tokens at 131,072, 4.33 requests."""
+    plan = cache_plan(spec(hybrid(40, 32, 16, 2)), rules=CacheRules(kv_dtype="fp8", state_pages=2))
     pool = [(EVERY, int(5.98 * GIB))]
     assert plan.tokens(pool, 131072) == 567978
     assert plan.concurrency(pool, 131072) == Fraction(299, 69)
@@ -133,8 +133,8 @@ def test_printed_tokens_of_a_hybrid() -> None:
 
 def test_snapshots_need_a_second_page() -> None:
     layers = hybrid(40, 32, 16, 2)
-    two = cache_plan(spec(layers)).request_blocks(131072)
-    one = cache_plan(spec(layers), rules=CacheRules(state_pages=1)).request_blocks(131072)
+    two = cache_plan(spec(layers), rules=CacheRules(state_pages=2)).request_blocks(131072)
+    one = cache_plan(spec(layers)).request_blocks(131072)
     assert two - one == 3  # three recurrent groups
 
 
@@ -153,3 +153,10 @@ def test_packed_caches_count_bytes_and_a_fixed_part() -> None:
     assert plan.longest([(EVERY, int(5.44 * GIB))], 30000) == pytest.approx(13528, rel=0.02)
     shares = [plan.request_bytes(EVERY, n) / n for n in (50_000, 500_000)]
     assert shares[0] > 3 * shares[1]
+
+
+def test_longest_context_of_a_hybrid_without_prefix_caching() -> None:
+    """A 27B hybrid in an engine's refusal: 8.18 GiB for 131,072 tokens, 7.04 GiB reach 112,896."""
+    plan = cache_plan(spec(hybrid(64, 48, 24, 4)))
+    assert plan.request_bytes(EVERY, 131072) / GIB == pytest.approx(8.18, abs=0.005)
+    assert plan.longest([(EVERY, int(7.04 * GIB))], 131072) == 112896

@@ -43,7 +43,8 @@ class CacheRules:
         in_flight: tokens of one engine step; a windowed layer holds them beside its window.
         groups: layers of different kinds share one pool of equal blocks; False: every layer counts its own bytes.
         windows: blocks behind a window are freed.
-        state_pages: pages a request holds of a recurrent state (2 with prefix caching, which keeps a snapshot; else 1).
+        state_pages: pages a request holds of a recurrent state: 1, or 2 with prefix caching, which keeps a snapshot
+            (off by default for recurrent models).
         speculative: draft tokens a step; each adds a state page and a convolution tap.
         uneven_group: group size becomes the largest kind when it has fewer layers than this times the smallest.
         held_back: blocks the engine never hands out.
@@ -55,7 +56,7 @@ class CacheRules:
     in_flight: int = 8192
     groups: bool = True
     windows: bool = True
-    state_pages: int = 2
+    state_pages: int = 1
     speculative: int = 0
     uneven_group: float = 1.5
     held_back: int = 1
@@ -148,6 +149,11 @@ def state_bytes(r: Recurrent, tp: int, dtype: str, speculative: int = 0) -> int:
     return heads * r.head_dim * r.state_dim * size_bytes(r.state_dtype) + taps * channels * size_bytes(dtype)
 
 
+def is_packed(spec: ModelSpec) -> bool:
+    """Whether some layers cache compressed entries beside a window (DeepSeek-V4)."""
+    return any((a := layer.attention) is not None and a.compress_ratio > 1 for layer in spec.layers)
+
+
 def _v4_caches(index: int, a: Attention) -> list[LayerCache]:
     """Caches of a DeepSeek-V4 layer: a window of plain entries, compressed entries of everything, and the states of
     the compressors, which are f32 and live as long as the window (two numbers a value; overlapping windows, and an
@@ -177,7 +183,7 @@ def layer_caches(spec: ModelSpec, tp: int, rules: CacheRules, mtp: bool = False)
             if isinstance(mixer, Recurrent):
                 size = state_bytes(mixer, tp, rules.dtype, rules.speculative)
                 out.append(LayerCache(index, "recurrent", Fraction(0), state_bytes=size))
-            elif mixer.compress_ratio > 1 or spec.model_type == "deepseek_v4":
+            elif mixer.compress_ratio > 1 or is_packed(spec):
                 out += _v4_caches(index, mixer)
             elif mixer.shares_kv_with is None and mixer.causal:
                 out += _attention_caches(index, mixer, tp, form, rules)

@@ -12,7 +12,7 @@ from math import ceil
 from meshwright.ledger.schema import Holding
 from meshwright.plan.constants.serving import EngineMemory, engine_memory, step_defaults
 from meshwright.plan.engine_memory import engine_holdings
-from meshwright.plan.kv import CachePlan, CacheRules, cache_plan
+from meshwright.plan.kv import CachePlan, CacheRules, cache_plan, is_packed
 from meshwright.plan.loading import compute_dtype, weight_holdings
 from meshwright.plan.memory import RankMemory, ServeMemory
 from meshwright.specs.cluster import Cluster
@@ -53,8 +53,13 @@ def cache_rules(placement: Placement, settings: ServeSettings, constants: Engine
     """How the engine keeps its cache under resolved ``settings``."""
     assert settings.block_size is not None
     assert settings.max_num_batched_tokens is not None
+    block = settings.block_size
+    if placement.spec.mla:
+        block = max(block, constants.mla_block_size)
+    if is_packed(placement.spec):
+        block = max(block, constants.packed_block_size)
     return CacheRules(
-        block_size=settings.block_size,
+        block_size=block,
         kv_dtype=settings.kv_dtype,
         dtype=compute_dtype(placement.spec, settings),
         in_flight=settings.max_num_batched_tokens,

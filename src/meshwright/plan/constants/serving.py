@@ -55,6 +55,7 @@ class EngineMemory:
         mla_context_tokens: tokens of latent cache that are expanded at once in the profile run.
         graph_bytes, graph_layer_bytes: of one captured graph, and of each of its layers.
         groups, windows, state_pages: see ``plan.kv.CacheRules``.
+        mla_block_size, packed_block_size: least block of MLA kernels, and of DeepSeek-V4's packed pages.
         source: where the constants come from.
     """
 
@@ -76,6 +77,8 @@ class EngineMemory:
     groups: bool
     windows: bool
     state_pages: int
+    mla_block_size: int
+    packed_block_size: int
     source: str
 
 
@@ -127,6 +130,8 @@ def engine_memory(engine: str, version: str) -> EngineMemory:
         groups=cache_rules["groups"],
         windows=cache_rules["windows"],
         state_pages=cache_rules["state_pages"],
+        mla_block_size=cache_rules["mla_block_size"],
+        packed_block_size=cache_rules["packed_block_size"],
         source=now["rows"],
     )
 
