@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from meshwright.engines.own.profile import OWN
 from meshwright.errors import InputError
 from meshwright.ledger.schema import Entry
+from meshwright.plan import forward, layer_ops, wire
 from meshwright.plan.cores import Batch
 from meshwright.plan.entries import active_matmul_parameters, fill_ledger, model_flops_per_token
 from meshwright.plan.forward import forward_entries, serve_batch
@@ -72,7 +73,7 @@ def test_all_reduce_payload_of_one_token(hidden: int, layers: int, kib: int) -> 
     assert all(e.wire_bytes == 2 * 3 * (e.payload_bytes or 0) // 4 for e in found)
 
 
-def test_llama2_7b_by_hand_tp2_pp2() -> None:
+def check_llama2_by_hand() -> None:
     """Every count of one decode step of 3 sequences with 100 cached tokens, derived by hand.
 
     tp=2 halves: q, k, v, o 4096 x 2048; gate, up, down 4096 x 5504; head 4096 x 16000. A stage has 16 layers.
@@ -111,6 +112,30 @@ def test_llama2_7b_by_hand_tp2_pp2() -> None:
     cache = (3 * 101 + 3) * 16 * 256 * 2
     assert core.payload_bytes == cache + 3 * 16 * 256 * 2
     assert {e.layer for e in second} == {None, *range(16, 32)}
+
+
+def test_llama2_7b_by_hand_tp2_pp2() -> None:
+    check_llama2_by_hand()
+
+
+@pytest.mark.parametrize(
+    "mistake", ["a sum is forgotten", "half the FLOPs", "a cut too many", "wire is payload", "no send"]
+)
+def test_the_hand_count_finds_planted_mistakes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = layer_ops.Context.product
+    if mistake == "sum forgotten":
+        monkeypatch.setattr(layer_ops.Context, "leave", lambda *_: [])
+    elif mistake == "half the FLOPs":
+        halved = lambda *a: (op := product(*a))._replace(flops=op.flops // 2)  # noqa: E731
+        monkeypatch.setattr(layer_ops.Context, "product", halved)
+    elif mistake == "a cut too many":
+        monkeypatch.setattr(layer_ops.Context, "product", lambda c, p, t: product(c, p._replace(n=p.n // 2), t))
+    elif mistake == "wire is payload":
+        monkeypatch.setattr(wire, "wire_bytes", lambda op, n, payload: payload)
+    else:
+        monkeypatch.setattr(forward, "stage_hand_off", lambda *_: [])
+    with pytest.raises((AssertionError, StopIteration)):
+        check_llama2_by_hand()
 
 
 def test_order_and_sequence_numbers() -> None:

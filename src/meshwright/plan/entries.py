@@ -19,6 +19,8 @@ from meshwright.specs.workload import Serve, Train, Workload
 BALANCED = "tokens are taken as spread evenly over experts; experts read as a uniform choice would touch them"
 PADDED = "every data parallel replica runs the same batch; ranks with fewer tokens pad to the largest"
 NORMS = "norms, embedding, loss and optimizer are counted in bytes, not in FLOPs"
+MTP = "layers for multi-token prediction are not part of a plain forward and not counted"
+VISION = "the encoder of images or audio is not counted"
 STATES = "recurrent mixers are counted by their recurrence; chunked kernels do more"
 
 
@@ -98,6 +100,9 @@ def _meta(
         decode = serve_batch(workload, "decode", layout, settings)
         meta["prefill"] = f"one prompt of {workload.isl} tokens on each of {layout.dp} replicas"
         meta["decode"] = f"{decode.sequences} sequences of {decode.past} cached tokens on each of {layout.dp} replicas"
+        chunk = settings.max_num_batched_tokens if settings is not None else None
+        if chunk is not None and workload.isl > chunk:
+            meta["prefill"] += f" at once; the engine runs it in chunks of at most {chunk}"
         meta["kv_dtype"] = kv_dtype(spec, settings or ServeSettings())
     else:
         m = microbatches(layout, workload)
@@ -106,6 +111,10 @@ def _meta(
         meta["modelled: experts"] = BALANCED
         if layout.dp > 1:
             meta["modelled: padding"] = PADDED
+    if spec.mtp_layers:
+        meta["not counted: mtp"] = MTP
+    if any(f.section == "vision" for f in spec.families):
+        meta["not counted: vision"] = VISION
     if any(layer.recurrent for layer in spec.layers):
         meta["modelled: recurrent"] = STATES
     return meta

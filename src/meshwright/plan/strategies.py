@@ -232,14 +232,16 @@ def _row(s: _Strategy, setting: _Setting, profile: EngineProfile) -> StrategyRow
         return empty("only for training: inference holds no gradients and no optimizer states")
     if s.name == "EP" and setting.spec.moe is None:
         return empty("this model has no experts")
-    reason = "no degree above one divides the devices and the batch"
+    reasons: list[str] = []
     for layout in s.layouts(setting):
         try:
             placement = place(setting.spec, layout, profile)
             return _counted(s, placement, setting.workload, per)
         except (IllegalLayoutError, InputError) as error:
-            reason = str(error)
-    return empty(f"{profile.name} cannot: {reason}")
+            reasons.append(str(error))
+    if not reasons:
+        return empty("no degree above one divides the devices and the batch")
+    return empty(f"{profile.name} cannot: {reasons[0]}")
 
 
 def _counted(s: _Strategy, placement: Placement, workload: Workload, per: str) -> StrategyRow:
@@ -265,7 +267,7 @@ def _counted(s: _Strategy, placement: Placement, workload: Workload, per: str) -
     payload = sum((e.payload_bytes or 0) * e.count for e in rows if e.op != "recv")
     note = "counted over a prefill, shared out over its tokens" if share > 1 else ""
     if s.name == "DP" and isinstance(workload, Serve):
-        note = "replicas are independent; with experts shared between them see EP"
+        note = "replicas are independent" + ("; with experts shared between them see EP" if placement.spec.moe else "")
         if rows:
             note = f"{placement.profile.name} cuts every expert over tp x dp, so its replicas are not independent"
     layout = placement.layout
