@@ -293,7 +293,7 @@ def test_states_of_the_other_mixers() -> None:
         "mamba": Recurrent("mamba1", 96, 1, 6, 1, 4, 96, "bf16"),
         "mamba2": Recurrent("mamba2", 8, 12, 6, 2, 4, 96 + 24, "bf16"),
         "recurrent_gemma": Recurrent("rg_lru", 4, 14, 1, 1, 4, 56, "f32"),
-        "lfm2": Recurrent("short_conv", 1, 0, 0, 1, 3, 48, "bf16"),
+        "lfm2": Recurrent("short_conv", 48, 0, 0, 1, 3, 48, "bf16"),
         "minimax": Recurrent("lightning", 4, 10, 10, 4, 0, 0, "bf16"),
         "rwkv": Recurrent("rwkv", 56, 1, 3, 1, 2, 96, "f32"),
     }

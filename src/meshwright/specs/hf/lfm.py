@@ -42,7 +42,7 @@ def _common(f: Fields, dtype: str) -> tuple[Table, tuple[str, ...], tuple[Recurr
             t.norm(f"self_attn.{leaf}", seg("fixed", a.head_dim), layers=attn)
     t.norm("operator_norm", hidden, layers=every)
     t.norm("ffn_norm", hidden, layers=every)
-    return t, types, (Recurrent("short_conv", 1, 0, 0, 1, kernel, hidden, dtype), hidden, vocab, tied)
+    return t, types, (Recurrent("short_conv", hidden, 0, 0, 1, kernel, hidden, dtype), hidden, vocab, tied)
 
 
 @architecture("Lfm2ForCausalLM", "lfm2")
