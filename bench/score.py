@@ -114,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-held-out", action="store_true", help="skip the refits on parts of the rows")
     options = parser.parse_args(argv)
     sys.path.insert(0, str(ROOT))
+    from bench import score_serving_memory
     from bench.fit_training_memory import held_out
     from bench.scoring import summarize
 
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nothing to score in {truth}: it holds none of {', '.join(FILES)}", file=sys.stderr)
         return 1
     groups = by_source(rows)
-    splits = {} if options.no_held_out else held_out(truth)
+    splits = {} if options.no_held_out else held_out(truth) | score_serving_memory.held_out(truth)
     if options.json:
         result = {
             "truth": str(truth),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from bench.scoring import ScoreRow
+from bench.scoring import ScoreRow, Summary, summarize
 from bench.serving_models import EXTRA
 from meshwright.engines import profile
 from meshwright.errors import InputError, MeshwrightError
@@ -262,3 +262,20 @@ def left_out_rows(truth_dir: Path) -> list[ScoreRow]:
                 predicted, reason = _answer(row, configs, constants)
                 out.append(_row(row, predicted, reason))
     return out
+
+
+def held_out(truth_dir: Path) -> dict[str, dict[str, Summary]]:
+    """Errors of the activation peak as shipped and with every model left out of the fit in turn."""
+    try:
+        left_out = left_out_rows(truth_dir)
+    except FileNotFoundError:
+        return {}
+    if len(left_out) < 4:
+        return {}
+    names = {(r.source, r.group, r.name) for r in left_out}
+    shipped = [
+        r for r in rows(truth_dir) if r.metric == "activation_peak_memory" and (r.source, r.group, r.name) in names
+    ]
+    return {
+        "vLLM activation peak": {"all rows": summarize(shipped), "leave one model out": summarize(left_out)},
+    }
