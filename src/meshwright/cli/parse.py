@@ -31,3 +31,13 @@ def in_range(value: float, flag: str, low: float, high: float) -> None:
     """
     if not low <= value <= high:
         raise InputError(f"{flag} {value:g} is out of range; it must be {low:g} to {high:g}")
+
+
+def one_of(value: str | None, flag: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a word that is not allowed; None is.
+
+    Raises:
+        InputError: with the allowed words.
+    """
+    if value is not None and value not in allowed:
+        raise InputError(f"{flag} {value[:20]!r} is not one of {', '.join(allowed)}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.parse import in_range, seconds
+from meshwright.cli.parse import in_range, one_of, seconds
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ plan_app = typer.Typer(
 )
 
 MAX_TOKENS = 1 << 24
+#: Quantizations that vLLM applies to an unquantized checkpoint while loading and whose bytes are counted.
+RUNTIME_QUANTIZATION = ("fp8",)
 
 
 @plan_app.callback()
@@ -157,6 +159,8 @@ def serve(
         raise InputError(f"--max-model-len {max_model_len} is below isl + osl = {isl + osl}; raise it or shorten them")
     if rate is not None:
         in_range(rate, "--rate", 1e-6, 1e9)
+    one_of(quantization, "--quantization", RUNTIME_QUANTIZATION)
+    one_of(phase, "--phase", ("prefill", "decode"))
     if utilization is not None:
         in_range(utilization, "--gpu-memory-utilization", 0.01, 1.0)
     workload = Serve(
@@ -211,6 +215,7 @@ def train(
 
     in_range(seq, "--seq", 1, MAX_TOKENS)
     in_range(global_batch, "--global-batch", 1, 1 << 24)
+    one_of(phase, "--phase", ("forward", "backward", "optimizer"))
     workload = train_workload(
         seq=seq,
         global_batch=global_batch,

@@ -76,9 +76,10 @@ def _pipeline(spec: ModelSpec, work: Train, chosen: Candidate) -> Reason:
     sizes = sorted({len(s.layers) for s in chosen.placement.stages})
     layers = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     handed = layout.micro_batch * work.seq * spec.hidden * 2
+    chunks = "v " if layout.virtual > 1 else ""
     text = (
         f"PP {layout.pp} hands {binary(handed)} a micro-batch over each boundary; {m:,} micro-batches leave a "
-        f"bubble of {chosen.cost.bubble:.1%} = (p-1)/({'v m' if layout.virtual > 1 else 'm'}+p-1); {layers} layers a stage"
+        f"bubble of {chosen.cost.bubble:.1%} = (p-1)/({chunks}m+p-1); {layers} layers a stage"
     )
     return Reason("pipeline", text, {"bubble": chosen.cost.bubble, "micro_batches": float(m)})
 
