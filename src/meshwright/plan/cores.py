@@ -122,7 +122,7 @@ def attention_core(a: Attention, heads: int, kv_heads: int, batch: Batch, kv_dty
 
 def indexer_core(a: Attention, heads: int, batch: Batch, dtype: str) -> list[Op]:
     """Scores of the token selector over every cached token (DeepSeek-V3.2, one key head)."""
-    if a.indexer is None:
+    if a.indexer is None or not a.indexer.heads:
         return []
     i = a.indexer
     seen = batch.sequences * max(1, (batch.past + batch.new_tokens) // a.compress_ratio)

@@ -136,7 +136,7 @@ def attention_token_bytes(a: Attention, tp: int, form: str) -> Fraction:
 
 def indexer_token_bytes(a: Attention) -> Fraction:
     """Bytes of the sparse selector's key of one token: fp8 values and one f32 scale a 128 of them (132 for 128)."""
-    if a.indexer is None:
+    if a.indexer is None or not a.indexer.heads:
         return Fraction(0)
     return Fraction(a.indexer.head_dim + max(1, a.indexer.head_dim // 128) * 4)
 
@@ -199,7 +199,7 @@ def _attention_caches(index: int, a: Attention, tp: int, form: str, rules: Cache
     reach = (a.reach or 0) if kind != "full" else 0
     shape = (max(1, -(-a.kv_heads // tp)), a.head_dim, a.v_head_dim)
     caches = [LayerCache(index, kind, attention_token_bytes(a, tp, form), 0, reach, shape, a.kind == "mla")]
-    if a.indexer is not None:
+    if a.indexer is not None and a.indexer.heads:
         caches.append(LayerCache(index, "full", indexer_token_bytes(a), mla=True))
     return caches
 

@@ -14,7 +14,11 @@ from meshwright.specs.tensors import Section, TensorFamily
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """Token selector of sparse attention (DeepSeek-V3.2): scores every cached token, keeps ``topk``."""
+    """Token selector of sparse attention (DeepSeek-V3.2): scores every cached token, keeps ``topk``.
+
+    Without heads (0) the layer has no selector and no keys of its own: it reuses the choice of the nearest layer
+    before it that has (GLM-5.2).
+    """
 
     heads: int
     head_dim: int
