@@ -9,13 +9,18 @@ stage), DualPipeV (DeepSeek DualPipe README: p + 1 of the 2p-stage pipeline).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from meshwright.specs.layout import Schedule
 
 
-def interleaved_chunk(virtual_index: int, stages_group: int, chunks: int) -> int:
-    """Model chunk of the k-th forward of the interleaved schedule (Megatron ``get_model_chunk_id``)."""
-    return virtual_index % (stages_group * chunks) // stages_group
+def forward_chunks(micro_batches: int, chunks: int, group: int) -> Iterator[int]:
+    """Model chunk of every forward of the interleaved schedule in order: groups of ``group`` micro-batches, the last
+    one smaller where they do not divide (Megatron ``get_schedule_table``)."""  # fmt: skip
+    for start in range(0, micro_batches, group):
+        for chunk in range(chunks):
+            for _ in range(start, min(start + group, micro_batches)):
+                yield chunk
 
 
 def warmup(schedule: Schedule, stage: int, stages: int, micro_batches: int, chunks: int, group: int) -> int:
@@ -58,16 +63,16 @@ def held_chunks(
 def _interleaved(stage: int, p: int, m: int, chunks: int, group: int) -> Iterator[tuple[int, ...]]:
     total = m * chunks
     first = warmup("interleaved", stage, p, m, chunks, group)
-    held = [0] * chunks
-    forward = backward = 0
     # Beyond two rounds of all groups the steady state repeats itself.
     horizon = min(total, first + 2 * group * chunks + 1)
-    while forward < horizon:
-        held[interleaved_chunk(forward, group, chunks)] += 1
-        forward += 1
-        if forward > first:
+    order = list(islice(forward_chunks(m, chunks, group), horizon))
+    held = [0] * chunks
+    backward = 0
+    for done, chunk in enumerate(order, start=1):
+        held[chunk] += 1
+        if done > first:
             yield tuple(held)
-            held[chunks - 1 - interleaved_chunk(backward, group, chunks)] -= 1
+            held[chunks - 1 - order[backward]] -= 1
             backward += 1
     yield tuple(held)
 
