@@ -313,3 +313,16 @@ def test_a_mixture_of_the_largest_kind_is_placed_quickly() -> None:
             taken.append(time.perf_counter() - started)
         assert min(taken) < 0.02, f"{text}: {min(taken) * 1e3:.1f} ms"
         assert sum(c.ranks for c in p.classes) == layout.world
+
+
+def test_chunks_of_interleaved_and_folded_pipelines() -> None:
+    spec = builders.gqa(layers=10)
+    dealt = place(spec, parse_layout("pp=2,schedule=interleaved,virtual=2"), OWN)
+    assert [s.chunks for s in dealt.stages] == [((0, 1, 2), (6, 7)), ((3, 4, 5), (8, 9))]
+    folded = place(spec, parse_layout("pp=2,schedule=zbv"), OWN)
+    assert [s.layers for s in folded.stages] == [(0, 1, 2, 8, 9), (3, 4, 5, 6, 7)]
+    assert [(s.embedding, s.head) for s in folded.stages] == [(True, True), (False, False)]
+    stated = place(spec, parse_layout("pp=2,schedule=interleaved,virtual=2,stage_layers=6+4"), OWN)
+    assert [s.chunks for s in stated.stages] == [((0, 1, 2), (5, 6, 7)), ((3, 4), (8, 9))]
+    for p in (dealt, folded, stated):
+        check_tiling(p)

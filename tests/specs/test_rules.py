@@ -167,6 +167,7 @@ KV = builders.gqa(heads=32, kv_heads=8, vocab=64, intermediate=96)
         (builders.state_space(heads=8, groups=1), "tp=4", ""),
         (KV, "zero=1", "not_of_this_engine"),
         (KV, "virtual=2", "not_of_this_engine"),
+        (KV, "pp=2,schedule=zbv", "not_of_this_engine"),
     ],
     ids=lambda v: str(v)[:24],
 )

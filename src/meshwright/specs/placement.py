@@ -35,12 +35,16 @@ class Coordinate:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline stage: its decoder layers (``layers``, checkpoint numbers, in order) and its ends."""
+    """One pipeline stage: its decoder layers (``layers``, checkpoint numbers, in order) and its ends.
+
+    ``chunks``: the layers by model chunk; one chunk unless the schedule interleaves or folds the model.
+    """
 
     index: int
     layers: tuple[int, ...]
     embedding: bool
     head: bool
+    chunks: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,18 +220,16 @@ class Placement:
     def _layers(self, family: TensorFamily, stage: Stage) -> tuple[int, ...]:
         if family.section != "decoder" or not family.layers:
             return family.layers
-        if not stage.layers:
-            return ()
-        low, high = stage.layers[0], stage.layers[-1]
-        return tuple(layer for layer in family.layers if low <= layer <= high)
+        spans = [(chunk[0], chunk[-1]) for chunk in stage.chunks if chunk]
+        return tuple(n for n in family.layers if any(low <= n <= high for low, high in spans))
 
     def _on(self, family: TensorFamily, stage: Stage) -> bool:
         """Whether a stage holds (part of) a family."""
-        first, last = stage.index == 0, stage.index == len(self.stages) - 1
+        first = stage.index == 0
         if family.section == "vision":
             return first or self.profile.vision_on == "all"
         if family.section == "mtp":
-            return last and not (self.profile.draft_shares_ends and family.role in {"embedding", "head"})
+            return stage.head and not (self.profile.draft_shares_ends and family.role in {"embedding", "head"})
         if family.layers:
             return True
         if family.role in {"head", "norm"}:
@@ -293,15 +295,42 @@ def _stages(
     The embedding lies on the first stage; a tied head and the draft layers (mtp) need it on the last one too
     (vLLM v1/spec_decode: the draft shares the embedding only without pipeline stages).
     """
-    counts = layout.stage_layers or profile.split_layers(len(spec.layers), layout.pp)
+    places = _chunk_places(layout)
+    sizes = _chunk_sizes(len(spec.layers), layout, profile, places)
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
     again = spec.tied or ("mtp" in sections and bool(spec.mtp_layers))
-    stages, start = [], 0
-    for index, count in enumerate(counts):
-        last = index == len(counts) - 1
-        layers = tuple(range(start, start + count))
-        stages.append(Stage(index, layers, embedding=index == 0 or (last and again), head=last))
-        start += count
+    stages = []
+    for index, held in enumerate(places):
+        chunks = tuple(tuple(range(starts[p], starts[p] + sizes[p])) for p in held)
+        last = len(sizes) - 1 in held
+        layers = tuple(layer for chunk in chunks for layer in chunk)
+        stages.append(Stage(index, layers, embedding=0 in held or (last and again), head=last, chunks=chunks))
     return tuple(stages)
+
+
+def _chunk_places(layout: Layout) -> list[tuple[int, ...]]:
+    """For every stage the places of its chunks in the model.
+
+    ``interleaved`` deals chunks round robin (Narayanan et al., arXiv:2104.04473, section 2.2); ``zbv`` and
+    ``dualpipev`` fold the model once, so that stage 0 holds both ends (Qi et al., arXiv:2405.15362, section 4).
+    """
+    pp = layout.pp
+    if pp > 1 and layout.schedule in {"zbv", "dualpipev"}:
+        return [(stage, 2 * pp - 1 - stage) for stage in range(pp)]
+    return [tuple(chunk * pp + stage for chunk in range(layout.virtual)) for stage in range(pp)]
+
+
+def _chunk_sizes(layers: int, layout: Layout, profile: EngineProfile, places: list[tuple[int, ...]]) -> list[int]:
+    """Layers of every chunk in model order; ``stage_layers`` are dealt evenly over the chunks of their stage."""
+    count = sum(map(len, places))
+    if not layout.stage_layers:
+        return list(profile.split_layers(layers, count))
+    sizes = [0] * count
+    for total, held in zip(layout.stage_layers, places, strict=True):
+        for number, place in enumerate(held):
+            low, high = part(total, len(held), number)
+            sizes[place] = high - low
+    return sizes
 
 
 def _classes(placement: Placement, period: list[tuple[int, ...]]) -> dict[tuple[int, tuple[int, ...]], RankClass]:

@@ -52,6 +52,7 @@ def _serving_only(layout: Layout, workload: Workload | None) -> Iterator[Rule]:
     asked = [
         (layout.zero > 0 or layout.fsdp is not None, f"ZeRO-{layout.zero} or FSDP"),
         (layout.virtual > 1, f"{layout.virtual} virtual stages"),
+        (layout.schedule != "1f1b", f"pipeline schedule {layout.schedule}"),
         (layout.sp, "sequence parallel training"),
         (layout.etp not in {None, 1}, f"etp {layout.etp}"),
     ]
