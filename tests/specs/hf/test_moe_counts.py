@@ -16,6 +16,7 @@ import pytest
 from meshwright.specs.hf.read import model_from_config
 from meshwright.specs.model import ModelSpec, active_parameters
 from tests.shared import shared_dir
+from tests.specs.hf.oracle import count_on_meta
 
 Config = dict[str, Any]
 
@@ -236,3 +237,26 @@ def test_shared_configurations(name: str) -> None:
     found = [spec.parameters("decoder") / 1e9, spec.parameters("mtp") / 1e9, active_parameters(spec) / 1e9]
     assert found == pytest.approx(list(SHARED[name]), rel=2e-3)
     assert all("dtype" in a for a in spec.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        ("Mixtral-8x7B", "mixtral"),
+        ("Qwen3-235B-A22B", "qwen3_moe"),
+        ("DeepSeek-V2-Lite", "deepseek_v2"),
+        ("DeepSeek-V3", "deepseek_v3"),
+        ("GLM-4.5-Air", "glm4_moe"),
+        ("gpt-oss-120b", "gpt_oss"),
+        ("Llama-4-Maverick", "llama4_text"),
+        ("MiniMax-M2", "minimax_m2"),
+    ],
+)
+def test_full_size_equals_the_class_on_the_meta_device(name: str, model_type: str) -> None:
+    config = {
+        k: v for k, v in PUBLISHED[name][1].items() if k != "head_dim" or "kv_lora_rank" not in PUBLISHED[name][1]
+    }
+    # The bias of the choice is a buffer of the class, not a parameter.
+    spec = read(name)
+    bias = sum(f.parameters for f in spec.families if f.template.endswith("e_score_correction_bias"))
+    assert count_on_meta(model_type, **{**config, "pad_token_id": 0}) == spec.parameters() - bias
