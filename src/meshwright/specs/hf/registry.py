@@ -82,7 +82,10 @@ def read_parts(f: Fields, dtype: str) -> Parts:
     Raises:
         InputError: a needed key is missing, or a value is of the wrong type or out of range.
     """
+    classes = f.texts("architectures")
     if (reader := find_reader(*names_of(f))) is not None:
+        if classes and find_reader(*classes) is None:
+            f.assume(f"the class {classes[0][:60]} is unknown; read as model type {f.text('model_type')[:60]}")
         return reader(f, dtype)
     from meshwright.specs.hf.generic import generic
 
