@@ -147,8 +147,10 @@ def _torchtitan(row: Row, **constants: float) -> float:
     full = "full AC" in row["note"] or "4D" in row["note"]
     batch, dp = _int(row, "micro_batch"), _int(row, "dp")
     micro_batches = pp if pp > 1 else 1
+    interleaved = pp > 1 and "nterleaved" in row["note"]
     layout = Layout(
-        tp=tp, pp=pp, dp=dp, cp=cp, sp=tp > 1, zero=3, micro_batch=max(1, batch // micro_batches), schedule="1f1b"
+        tp=tp, pp=pp, dp=dp, cp=cp, sp=tp > 1, zero=3, micro_batch=max(1, batch // micro_batches),
+        schedule="interleaved" if interleaved else "1f1b", virtual=2 if interleaved else 1,
     )  # fmt: skip
     work = Train(
         seq=_int(row, "seq"), global_batch=batch * dp,
