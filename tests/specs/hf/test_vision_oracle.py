@@ -42,6 +42,7 @@ TOWER: dict[str, Any] = {
     "patch_size": 7,
 }
 CLIP = TOWER | {"model_type": "clip_vision_model"}
+SIGLIP = TOWER | {"model_type": "siglip_vision_model"}
 QWEN: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 32,
@@ -276,6 +277,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "image_size": 28,
                 "patch_size": 7,
             },
+        },
+    ),
+    "glm46v": (
+        "glm46v",
+        {
+            "text_config": TEXT | {"model_type": "glm4v_text"},
+            "vision_config": QWEN | {"image_size": 28, "model_type": "glm4v_vision"},
+        },
+    ),
+    "paligemma": ("paligemma", {"text_config": HEADS | {"model_type": "gemma"}, "vision_config": SIGLIP}),
+    "aya_vision": ("aya_vision", {"text_config": HEADS | {"model_type": "cohere2"}, "vision_config": SIGLIP}),
+    "cohere2_vision": ("cohere2_vision", {"text_config": HEADS | {"model_type": "cohere2"}, "vision_config": SIGLIP}),
+    "llava_onevision": ("llava_onevision", {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": SIGLIP}),
+    "lfm2_vl": (
+        "lfm2_vl",
+        {
+            "text_config": TEXT | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+            "vision_config": SIGLIP
+            | {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False},
         },
     ),
 }

@@ -133,7 +133,8 @@ def _clip(t: Table, v: Fields, prefix: str) -> int:
     return int(sizes["h"])
 
 
-def _siglip(t: Table, v: Fields, prefix: str, *, head: bool = False, patch: int = 16) -> int:
+def siglip(t: Table, v: Fields, prefix: str, *, head: bool = False, patch: int = 16) -> int:
+    """A SigLIP tower under ``prefix``, with its pooling ``head`` where kept; returns its width."""
     sizes = vit(v, 768, 12, 3072, patch, 224)
     fill(t, towers.SIGLIP, sizes, prefix, depth(v, 12))
     if head:
@@ -153,7 +154,7 @@ def _tower(t: Table, v: Fields, prefix: str) -> int:
     if kind == "pixtral":
         return _pixtral(t, v, prefix)
     if kind.startswith("siglip"):
-        return _siglip(t, v, prefix, head=v.flag("vision_use_head", default=True))
+        return siglip(t, v, prefix, head=v.flag("vision_use_head", default=True))
     if not kind.startswith("clip"):
         v.assume(f"vision tower of type {kind[:30]!r} is not known; it is counted as CLIP")
     return _clip(t, v, prefix)
@@ -211,7 +212,7 @@ def _typed(v: Fields, kind: str) -> Fields:
 def idefics3(f: Fields, dtype: str) -> Parts:
     """Idefics3 and SmolVLM: SigLIP tower, pixel shuffle, one projection."""
     parts, t = text_parts(f, dtype), vision_table(dtype)
-    width = _siglip(t, f.sub("vision_config"), "model.vision_model.", patch=32)
+    width = siglip(t, f.sub("vision_config"), "model.vision_model.", patch=32)
     scale = f.integer("scale_factor", default=2, high=64)
     sizes: Sizes = {"merged": width * scale**2, "out": parts.hidden}
     fill(t, "model.connector.modality_projection.proj w out,merged", sizes)
@@ -244,7 +245,7 @@ def gemma3(f: Fields, dtype: str) -> Parts:
     """Gemma 3 with images: SigLIP tower, one projection."""
     parts, t = text_parts(f, dtype, "gemma3_text", tied=True), vision_table(dtype)
     v = f.sub("vision_config")
-    width = _siglip(t, v, "vision_tower.", head=v.flag("vision_use_head", default=True))
+    width = siglip(t, v, "vision_tower.", head=v.flag("vision_use_head", default=True))
     sizes: Sizes = {"h": width, "out": parts.hidden}
     fill(t, "mm_input_projection_weight - h,out\nmm_soft_emb_norm w h", sizes, "multi_modal_projector.")
     return wrap(parts, BESIDE, t)

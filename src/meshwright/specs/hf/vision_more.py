@@ -104,7 +104,14 @@ def qwen3_5(f: Fields, dtype: str) -> Parts:
     return _qwen3(f, dtype, text_parts(f, dtype, "Qwen3_5ForCausalLM"))
 
 
-@architecture("Glm4vForConditionalGeneration", "glm4v", "Glm4vMoeForConditionalGeneration", "glm4v_moe")
+@architecture(
+    "Glm4vForConditionalGeneration",
+    "glm4v",
+    "Glm4vMoeForConditionalGeneration",
+    "glm4v_moe",
+    "Glm46VForConditionalGeneration",
+    "glm46v",
+)
 def glm4v(f: Fields, dtype: str) -> Parts:
     """GLM-4.1V, 4.5V and 4.6V."""
     text = f.sub("text_config")
