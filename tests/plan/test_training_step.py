@@ -300,3 +300,35 @@ def test_the_batch_must_divide() -> None:
         microbatches(Layout(dp=3), TRAIN)
     with pytest.raises(InputError, match="no table"):
         step(DENSE, "pp=4,virtual=2,schedule=zbv", each=True)
+
+
+def test_experts_cut_over_tensor_parallel_ranks() -> None:
+    """dp=4, ep=4, tp=2: an expert is cut over tp. Its partial results join the layer's sum, or with sequence
+    parallelism the routed tokens are gathered before and reduce_scattered behind it (Megatron's dispatcher)."""
+    plain = [e for e in step(MOE, "dp=4,ep=4,tp=2", Train(seq=64, global_batch=4)) if e.layer == 0 and e.group]
+    assert [(e.op, e.group, e.shapes) for e in plain if e.phase == "forward"] == [
+        ("all_reduce", "tp", ((64, 256),)),
+        ("all_to_all", "ep", ((128, 256),)),
+        ("all_to_all", "ep", ((128, 256),)),
+        ("all_reduce", "tp", ((64, 256),)),
+    ]
+    assert [(e.op, e.group) for e in plain if e.phase == "backward"] == [
+        ("all_to_all", "ep"),
+        ("all_to_all", "ep"),
+        ("all_reduce", "tp"),
+        ("all_reduce", "tp"),
+    ]
+    sp = [e for e in step(MOE, "dp=4,ep=4,tp=2,sp=on", Train(seq=64, global_batch=4)) if e.layer == 0 and e.group]
+    assert [(e.op, e.group, e.shapes) for e in sp if e.phase == "forward"] == [
+        ("all_gather", "tp", ((32, 256),)),
+        ("reduce_scatter", "tp", ((64, 256),)),
+        ("all_to_all", "ep", ((64, 256),)),
+        ("all_gather", "etp", ((64, 256),)),
+        ("reduce_scatter", "etp", ((128, 256),)),
+        ("all_to_all", "ep", ((64, 256),)),
+    ]
+    mirrored = [(e.op, e.group, e.shapes) for e in sp if e.phase == "backward"]
+    swap = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+    forward = [(swap.get(e.op, e.op), e.group) for e in sp if e.phase == "forward"]
+    assert [(op, group) for op, group, _ in mirrored] == forward[::-1]
+    assert total(sp, "wire_bytes", phase="forward") == total(sp, "wire_bytes", phase="backward")

@@ -273,7 +273,7 @@ class _Step:
             whole = data.merged("model", [root, *(self._unit(layer) for layer in chunk.layers)])
             yield data.scatter(root if per_layer else whole, self.both, knobs.reduce_dtype), None, True
         if layout.zero == 2:
-            whole = data.merged("parameters", [root, *(self._unit(layer) for layer in chunk.layers)])
+            whole = data.merged("all", [root, *(self._unit(layer) for layer in chunk.layers)])
             yield data.scatter(whole, self.both, train.grad_dtype), None, True
         yield self._pipeline("send", chunk.before, "gradients"), None, True
 
@@ -316,7 +316,7 @@ class _Step:
         layout, train, both = self.placement.layout, self.train, self.both
         units = [self._root(chunk) for chunk in own]
         units += [self._unit(layer) for chunk in own for layer in chunk.layers]
-        whole = data.merged("parameters", units)
+        whole = data.merged("all", units)
         ops = self._tied(own) + self._norm_gradients(own)
         if layout.zero == 0:
             ops += data.reduce(whole, both, train.grad_dtype)
