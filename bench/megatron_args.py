@@ -276,7 +276,7 @@ def workspaces(env: str, environ: Mapping[str, object], r: Reader) -> int:
     deterministic |= capability == 10 and str(environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO")) == "0"
     cublas = cublas_workspace_bytes(capability, deterministic=deterministic)
     mixture = (r.integer("num-experts", 0, "experts") or 0) > 0
-    # The router's product is Transformer Engine's even under the local spec (megatron/core/transformer/moe/moe_utils.py).
+    # The router uses Transformer Engine even under the local spec (megatron/core/transformer/moe/moe_utils.py).
     if r.text("transformer-impl", "transformer_engine") == "local" and not mixture:
         return cublas
     return cublas + transformer_engine_workspace_bytes(capability, grouped=r.flag("moe-grouped-gemm"))
