@@ -286,7 +286,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": QWEN | {"image_size": 28, "model_type": "glm4v_vision"},
         },
     ),
-    "paligemma": ("paligemma", {"text_config": HEADS | {"model_type": "gemma"}, "vision_config": SIGLIP}),
+    "paligemma": (
+        "paligemma",
+        {"text_config": HEADS | {"model_type": "gemma"}, "vision_config": SIGLIP, "projection_dim": 48},
+    ),
     "aya_vision": ("aya_vision", {"text_config": HEADS | {"model_type": "cohere2"}, "vision_config": SIGLIP}),
     "cohere2_vision": ("cohere2_vision", {"text_config": HEADS | {"model_type": "cohere2"}, "vision_config": SIGLIP}),
     "llava_onevision": ("llava_onevision", {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": SIGLIP}),
