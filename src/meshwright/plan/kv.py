@@ -9,14 +9,14 @@ it holds (vLLM ``v1/core/kv_cache_utils.py``, ``v1/kv_cache_interface.py``, vers
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
 from meshwright.errors import InputError
 from meshwright.specs.dtypes import canonical, size_bytes
-from meshwright.specs.model import Attention, Layer, ModelSpec, Recurrent
+from meshwright.specs.model import Attention, Layer, Mixer, ModelSpec, Recurrent
 
 Kind = Literal["full", "window", "chunk", "recurrent"]
 
@@ -175,19 +175,26 @@ def _v4_caches(index: int, a: Attention) -> list[LayerCache]:
 
 def layer_caches(spec: ModelSpec, tp: int, rules: CacheRules, mtp: bool = False) -> tuple[LayerCache, ...]:
     """Every cache of every layer on one rank of a ``tp`` group (``mtp``: draft layers too, numbered after the rest)."""
-    form = cache_dtype(spec, rules.kv_dtype, rules.dtype)
+    form, packed = cache_dtype(spec, rules.kv_dtype, rules.dtype), is_packed(spec)
     layers: tuple[Layer, ...] = spec.layers + (spec.mtp_layers if mtp else ())
+    known: dict[int, list[LayerCache]] = {}  # layers that are one object cache the same
     out: list[LayerCache] = []
     for index, layer in enumerate(layers):
-        for mixer in layer.mixers:
-            if isinstance(mixer, Recurrent):
-                size = state_bytes(mixer, tp, rules.dtype, rules.speculative)
-                out.append(LayerCache(index, "recurrent", Fraction(0), state_bytes=size))
-            elif mixer.compress_ratio > 1 or is_packed(spec):
-                out += _v4_caches(index, mixer)
-            elif mixer.shares_kv_with is None and mixer.causal:
-                out += _attention_caches(index, mixer, tp, form, rules)
+        if id(layer) not in known:
+            known[id(layer)] = [c for m in layer.mixers for c in _mixer_caches(index, m, tp, form, packed, rules)]
+        out += [c if c.layer == index else replace(c, layer=index) for c in known[id(layer)]]
     return tuple(out)
+
+
+def _mixer_caches(index: int, mixer: Mixer, tp: int, form: str, packed: bool, rules: CacheRules) -> list[LayerCache]:
+    if isinstance(mixer, Recurrent):
+        size = state_bytes(mixer, tp, rules.dtype, rules.speculative)
+        return [LayerCache(index, "recurrent", Fraction(0), state_bytes=size)]
+    if packed:
+        return _v4_caches(index, mixer)
+    if mixer.shares_kv_with is not None or not mixer.causal:
+        return []
+    return _attention_caches(index, mixer, tp, form, rules)
 
 
 def _attention_caches(index: int, a: Attention, tp: int, form: str, rules: CacheRules) -> list[LayerCache]:
@@ -230,7 +237,7 @@ def _buckets(caches: tuple[LayerCache, ...]) -> list[list[LayerCache]]:
 @dataclass(frozen=True)
 class CachePlan:
     """The cache of one model on the ranks of one tensor-parallel group; the same on every pipeline stage but for the
-    layers that the stage has."""
+    layers that the stage has (``layers`` below: a range or a frozen set of layer numbers)."""
 
     caches: tuple[LayerCache, ...]
     rules: CacheRules
@@ -291,23 +298,36 @@ class CachePlan:
         """Bytes that one request of ``context`` tokens holds on a rank that has ``layers``."""
         if self.grouped:
             return self.request_blocks(context) * self.block_bytes(layers)
+        size = self.rules.block_size
         total = Fraction(0)
-        for c in self.caches:
-            if c.layer not in layers:
-                continue
+        for c, count in self._tally(layers):
             tokens = -(-context // self.dcp)
             if c.kind != "full":
                 tokens = min(tokens, c.reach + self.rules.in_flight)
-            blocks = -(-tokens // self.rules.block_size)
-            total += c.state_bytes if c.kind == "recurrent" else blocks * self.rules.block_size * c.token_bytes
+            total += count * (c.state_bytes if c.kind == "recurrent" else -(-tokens // size) * size * c.token_bytes)
         return int(total)
+
+    def _tally(self, layers: Container[int]) -> list[tuple[LayerCache, int]]:
+        """Equal caches of ``layers``, counted."""
+        if layers not in self._tallies:
+            counts: dict[tuple[str, int, Fraction, int], tuple[LayerCache, int]] = {}
+            for c in self.caches:
+                if c.layer in layers:
+                    key = (c.kind, c.reach, c.token_bytes, c.state_bytes)
+                    counts[key] = (c, counts[key][1] + 1 if key in counts else 1)
+            self._tallies[layers] = list(counts.values())
+        return self._tallies[layers]
+
+    @cached_property
+    def _tallies(self) -> dict[Container[int], list[tuple[LayerCache, int]]]:
+        return {}
 
     def growth_bytes(self, layers: Container[int], context: int) -> float:
         """Bytes that one more token adds at ``context``, blocks smoothed out; layers past their window add nothing."""
         total = Fraction(0)
-        for c in self.caches:
-            if c.layer in layers and (c.kind == "full" or context < c.reach + self.rules.in_flight):
-                total += c.token_bytes
+        for c, count in self._tally(layers):
+            if c.kind == "full" or context < c.reach + self.rules.in_flight:
+                total += count * c.token_bytes
         return float(total / self.dcp)
 
     def blocks(self, pools: Iterable[tuple[Container[int], int]]) -> int:
