@@ -18,7 +18,7 @@ def _head(v: Fields) -> bool:
 def paligemma(f: Fields, dtype: str) -> Parts:
     """PaliGemma 1 and 2: one projection."""
     parts, t, v = text_parts(f, dtype, tied=True), vision_table(dtype), f.sub("vision_config")
-    out = v.integer("projection_dim", default=f.integer("projection_dim", default=parts.hidden))
+    out = f.integer("projection_dim", default=v.integer("projection_dim", default=parts.hidden))
     sizes: Sizes = {"h": siglip(t, v, "vision_tower.", head=_head(v)), "out": out}
     fill(t, "multi_modal_projector.linear wb out,h", sizes)
     return wrap(parts, BESIDE, t)
