@@ -196,3 +196,15 @@ def with_vision(spec: ModelSpec) -> ModelSpec:
     wide = seg("vision", 12)
     t.linear("fc", wide, wide, role="other", op="fc", layers=(0, 1))
     return replace(spec, families=(*spec.families, *t.families))
+
+
+def grouped_output(spec: ModelSpec, groups: int) -> ModelSpec:
+    """The same model with an output projection made of ``groups`` groups of heads (DeepSeek-V4)."""
+    families = []
+    for f in spec.families:
+        if f.op == "o" and f.role == "attention":
+            out_dim, in_dim = f.dims
+            size = sum(s.size for s in in_dim)
+            f = replace(f, dims=(out_dim, (seg("heads", groups, size // groups),)))
+        families.append(f)
+    return replace(spec, families=tuple(families))

@@ -7,6 +7,7 @@ built here. Case C281 (an engine generation before the profiles) is out of scope
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -16,9 +17,9 @@ from meshwright.errors import IllegalLayoutError, InputError
 from meshwright.specs import checks
 from meshwright.specs.hf.read import read_model
 from meshwright.specs.layout import Layout, parse_layout
-from meshwright.specs.model import ModelSpec
+from meshwright.specs.model import ModelSpec, Quantization
 from meshwright.specs.nearest import describe, explain, nearest_legal, refuse
-from meshwright.specs.placement import place
+from meshwright.specs.placement import Coordinate, place
 from meshwright.specs.profile import EngineProfile
 from meshwright.specs.rules import Rule
 from meshwright.specs.workload import Serve, Train
@@ -320,3 +321,21 @@ def test_a_tile_on_one_side_does_not_hide_a_group_on_the_other() -> None:
     codes = [rule.code for rule in VLLM.check(spec, Layout(tp=4), None, None)]
     assert codes[0] == "quant_group"
     assert "marlin_tile" in codes
+
+
+def test_a_grouped_output_is_dealt_by_whole_groups() -> None:
+    spec = builders.grouped_output(builders.gqa(heads=16, kv_heads=1), 4)
+    assert illegal(spec, "tp=8") == ["head_groups_over_tp"]
+    assert illegal(spec, "tp=4") == []
+    assert "fewer_units_than_tp" in illegal(spec, "tp=5", OWN)
+    shards = place(spec, Layout(tp=3), OWN).shards
+    rows = [{s.family.op: s.shape for s in shards(Coordinate(tp=index))} for index in range(3)]
+    assert [(r["q"][0], r["o"][1]) for r in rows] == [(32, 32), (16, 16), (16, 16)]
+
+
+def test_blocks_are_read_from_the_shapes_of_the_scales() -> None:
+    """A checkpoint of several formats states no block for the part that has one."""
+    spec = builders.block_fp8(experts(1536, 1536), 128)
+    mixed = replace(spec, quantization=Quantization("nvfp4", 4, 16))
+    assert illegal(mixed, "tp=8,ep=8") == ["quant_block"]
+    assert illegal(mixed, "tp=4,ep=4") == []

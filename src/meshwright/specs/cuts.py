@@ -178,10 +178,11 @@ class Cuts:
         period = min(ranks, lcm(tp, grid.etp * grid.ep))
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
         tp_alike, etp_alike, ep_alike = self._alike()
+        experts = [() if ep_alike else self._held_experts(ep) for ep in range(1 if ep_alike else grid.ep)]
         out = []
         for flat in range(period):
             etp, ep, _ = grid.place(flat)
-            key = (0 if tp_alike else flat % tp, 0 if etp_alike else etp, 0 if ep_alike else self._held_experts(ep))
+            key = (0 if tp_alike else flat % tp, 0 if etp_alike else etp, experts[0 if ep_alike else ep])
             if key not in known:
                 known[key] = self.signature(Place(flat % tp, etp, ep))
             out.append(known[key])

@@ -16,7 +16,9 @@ from meshwright.specs.splits import splits
 from meshwright.specs.workload import Workload
 
 #: Most layouts that are tried; small neighbourhoods only.
-MAX_TRIED = 600
+MAX_TRIED = 300
+#: Refused layouts of one tp after which that tp is given up, when none of it was legal.
+MAX_MISSES = 12
 
 
 def explain(
@@ -78,13 +80,18 @@ def nearest_legal(
     """
     devices = cluster.devices if cluster is not None else layout.world
     ranked: list[tuple[tuple[float, ...], str, Layout]] = []
-    for tried, candidate in enumerate(_neighbours(spec, layout, devices)):
+    tried = 0
+    misses: dict[int, int] = {}
+    for candidate in _neighbours(spec, layout, devices):
         if tried >= MAX_TRIED:
             break
-        if candidate == layout or candidate.world > devices:
+        if candidate == layout or misses.get(candidate.tp, 0) >= MAX_MISSES:
             continue
+        tried += 1
         if any(rule.severity == "illegal" for rule in profile.check(spec, candidate, cluster, workload)):
+            misses[candidate.tp] = misses.get(candidate.tp, 0) + 1
             continue
+        misses[candidate.tp] = -MAX_TRIED
         ranked.append((_distance(candidate, layout, devices), _kind(candidate, layout), candidate))
     ranked.sort(key=lambda item: item[0])
     best: dict[str, Layout] = {}
@@ -131,11 +138,12 @@ def _neighbours(spec: ModelSpec, layout: Layout, devices: int) -> Iterator[Layou
         freed = layout.tp // tp if layout.tp % tp == 0 else 0
         stages = {layout.pp, layout.pp * freed, *(_degrees(layout.pp, devices // tp))} - {0}
         replicas = {layout.dp, layout.dp * freed, devices // (tp * layout.pp * layout.cp)} - {0}
-        options = [base.with_(tp=tp, pp=pp) for pp in sorted(stages)]
+        options = [base.with_(tp=tp, zero=0, fsdp=None, sp=False, virtual=1, etp=None, schedule="1f1b")]
+        options += [base.with_(tp=tp, cp=1), base.with_(tp=tp, dcp=1), base.with_(tp=tp, cp=1, dcp=1)]
+        options += [base.with_(tp=tp, dp=1)]
+        options += [base.with_(tp=tp, pp=pp) for pp in sorted(stages)]
         options += [base.with_(tp=tp, dp=dp) for dp in sorted(replicas)]
         options += [base.with_(tp=tp, pp=pp, dp=1) for pp in sorted(stages)] if layout.dp > 1 else []
-        options += [base.with_(tp=tp, cp=1), base.with_(tp=tp, dcp=1), base.with_(tp=tp, cp=1, dcp=1)]
-        options += [base.with_(tp=tp, zero=0, fsdp=None, sp=False, virtual=1, etp=None)]
         for option in dict.fromkeys(options):
             if option.tp * option.pp * option.dp * option.cp > devices:
                 continue
