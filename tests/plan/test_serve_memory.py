@@ -151,6 +151,12 @@ def test_notes_name_copied_heads_and_the_deciding_stage() -> None:
     assert any("stage 0 decides" in note for note in uneven.notes)
 
 
+def test_notes_name_requests_that_wait() -> None:
+    asked = Serve(100, 28, concurrency=40)
+    assert any("at most 16 at once" in n for n in run(small(), Layout(dp=2), workload=asked, max_num_seqs=16).notes)
+    assert not any("at once" in n for n in run(small(), Layout(dp=2), workload=asked, max_num_seqs=20).notes)
+
+
 def test_our_own_runtime_has_no_gpu_terms() -> None:
     memory = run(small(), Layout(tp=2), engine="meshwright")
     assert not any(h.tensor == "cuda_graphs" for h in memory.worst.holdings)

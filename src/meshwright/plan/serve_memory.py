@@ -105,7 +105,7 @@ def serve_memory(
         max_requests=plan.whole_requests(sizes, context) * layout.dp,
         longest_context=plan.longest(sizes, limit),
         needed_bytes=plan.pool_for(worst.layers, context, asked),
-        notes=_notes(placement, plan, pools, context),
+        notes=(*_notes(placement, plan, pools, context), *_queue_note(asked, settings)),
     )
 
 
@@ -142,6 +142,14 @@ def _rank(p: _Pool, plan: CachePlan, context: int, asked: int) -> RankMemory:
         capacity_bytes=p.capacity,
         holdings=(*p.holdings, *((cache,) if needed else ())),
     )
+
+
+def _queue_note(asked: int, settings: ServeSettings) -> tuple[str, ...]:
+    """A sentence where more requests are asked of a replica than the engine runs in one step."""
+    limit = settings.max_num_seqs or asked
+    if asked <= limit:
+        return ()
+    return (f"{asked:,} requests a replica are asked for, the engine runs at most {limit:,} at once: the others wait",)
 
 
 def _notes(placement: Placement, plan: CachePlan, pools: list[_Pool], context: int) -> tuple[str, ...]:
