@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import InputError
-from meshwright.moves.pipeline import SCHEDULES, Action, Table, bubble, hand_offs, in_flight, schedule, simulate
+from meshwright.moves.pipeline import Action, Table, bubble, hand_offs, in_flight, schedule, simulate
 
 SHAPES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (4, 4), (4, 8), (4, 3), (8, 16)]
 
@@ -85,7 +85,7 @@ def test_the_interleaved_table_of_torch(stages: int, microbatches: int, virtual:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(SCHEDULES), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
+@given(st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
 def test_every_table_is_complete_and_runs(name: str, stages: int, rounds: int, virtual: int) -> None:
     virtual = virtual if name == "interleaved" else 1
     table = schedule(name, stages, stages * rounds, virtual)
@@ -137,7 +137,7 @@ def test_transfers_lengthen_the_step() -> None:
 
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches", "virtual"),
-    [("zbv", 2, 2, 1), ("1f1b", 2, 2, 2), ("interleaved", 4, 9, 2), ("gpipe", 0, 1, 1), ("gpipe", 1 << 20, 1 << 20, 1)],
+    [("zzz", 2, 2, 1), ("1f1b", 2, 2, 2), ("interleaved", 4, 9, 2), ("gpipe", 0, 1, 1), ("gpipe", 1 << 20, 1 << 20, 1)],
 )
 def test_nonsense_is_refused(name: str, stages: int, microbatches: int, virtual: int) -> None:
     with pytest.raises(InputError):

@@ -208,7 +208,14 @@ def test_experts_have_their_own_replicas() -> None:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("gpipe", "pp=4,schedule=gpipe"), ("1f1b", "pp=4"), ("interleaved", "pp=4,virtual=2,schedule=interleaved")],
+    [
+        ("gpipe", "pp=4,schedule=gpipe"),
+        ("1f1b", "pp=4"),
+        ("interleaved", "pp=4,virtual=2,schedule=interleaved"),
+        ("zb-h1", "pp=4,schedule=zb-h1"),
+        ("zbv", "pp=4,virtual=2,schedule=zbv"),
+        ("dualpipev", "pp=4,virtual=2,schedule=dualpipev"),
+    ],
 )
 def test_each_microbatch_in_the_order_of_the_schedule(name: str, layout: str) -> None:
     entries = step(DENSE, layout, each=True)
@@ -223,7 +230,14 @@ def test_each_microbatch_in_the_order_of_the_schedule(name: str, layout: str) ->
 
 
 @pytest.mark.parametrize(
-    "layout", ["pp=2", "tp=2,sp=on,pp=2,virtual=2,schedule=interleaved", "dp=4,zero=2", "dp=2,zero=3"]
+    "layout",
+    [
+        "pp=2",
+        "tp=2,sp=on,pp=2,virtual=2,schedule=interleaved",
+        "dp=4,zero=2",
+        "dp=2,zero=3",
+        "pp=2,schedule=zbv,virtual=2",
+    ],
 )
 def test_folded_and_unfolded_steps_hold_the_same(layout: str) -> None:
     def sums(entries: list[Entry]) -> Counter[tuple[object, ...]]:
@@ -298,8 +312,8 @@ def test_the_batch_must_divide() -> None:
     assert microbatches(Layout(dp=2, micro_batch=4), TRAIN) == 2
     with pytest.raises(InputError, match="16 is not divisible by dp 3"):
         microbatches(Layout(dp=3), TRAIN)
-    with pytest.raises(InputError, match="no table"):
-        step(DENSE, "pp=4,virtual=2,schedule=zbv", each=True)
+    with pytest.raises(InputError, match="needs 64 micro-batches"):
+        step(decoder(hidden=64, layers=64, heads=4, vocab=64), "pp=32,virtual=2,schedule=dualpipev", each=True)
 
 
 def test_experts_cut_over_tensor_parallel_ranks() -> None:

@@ -91,10 +91,11 @@ def training_entries(placement: Placement, train: Train, *, each: bool = False) 
     Args:
         placement: model, layout and engine.
         train: sequence, batch, dtypes, recompute.
-        each: one entry a micro-batch, in the order of the schedule (gpipe, 1f1b, interleaved).
+        each: one entry a micro-batch, in the order of the schedule; where it splits the backward, the weight
+            gradients stand with the input gradients.
 
     Raises:
-        InputError: the batch does not divide, or ``each`` asks for an unknown schedule or too many entries.
+        InputError: the batch does not divide, or ``each`` asks for what the schedule cannot do or too many entries.
     """
     layout = placement.layout
     m = microbatches(layout, train)
@@ -173,7 +174,8 @@ class _Step:
         if self.each:
             by_place = {chunk.place: chunk for chunk in own}
             for action in self._actions():
-                self._chunk(out, by_place[action.chunk], action.kind == "F", action.microbatch, 1)
+                if action.kind != "W":
+                    self._chunk(out, by_place[action.chunk], action.kind == "F", action.microbatch, 1)
         else:
             for chunk in own:
                 self._chunk(out, chunk, True, None, self.m)
