@@ -105,7 +105,7 @@ def test_deepseek_v4_reads_the_published_keys_alike() -> None:
     assert_same(decoder_of(spec), saved)
     assert spec.layers == model_from_config(raw, "v4", "test").layers
     extra = {name for name, _ in mtp_of(spec).items()}
-    assert {"mtp.0.e_proj.weight", "mtp.0.h_proj.weight", "mtp.0.hc_head_fn", "mtp.0.attn.wq_b.weight"} <= extra
+    assert {"mtp.0.e_proj.weight", "mtp.0.h_proj.weight", "mtp.0.hc_head_fn", "mtp.0.attn.kv_norm.weight"} <= extra
     assert not any("compressor" in name or "embed" in name for name in extra)
 
 
@@ -184,3 +184,17 @@ def test_bad_compression_is_refused(ratios: object) -> None:
     config = {**V4, "model_type": "deepseek_v4", "dtype": "bfloat16", "compress_ratios": ratios}
     with pytest.raises(InputError, match="compress_ratios"):
         model_from_config(config, "bad", "bad.json")
+
+
+def test_dtypes_of_deepseek_v4_follow_the_published_checkpoint() -> None:
+    config = {**V4, "model_type": "deepseek_v4", "dtype": "bfloat16", "num_nextn_predict_layers": 1}
+    fp8 = {"quant_method": "fp8", "weight_block_size": [4, 4], "scale_fmt": "ue8m0"}
+    spec = model_from_config({**config, "quantization_config": fp8, "expert_dtype": "fp4"}, "v4", "test")
+    rows = {name.split(".", 3)[-1]: dtype for name, (_, dtype) in decoder_of(spec).items() if ".layers.2." in name}
+    assert (
+        rows["attn.wkv.weight"] == rows["attn.indexer.wq_b.weight"] == rows["ffn.shared_experts.w1.weight"] == "f8_e4m3"
+    )
+    assert rows["attn.compressor.wkv.weight"] == rows["attn.indexer.compressor.wgate.weight"] == "bf16"
+    assert rows["attn.indexer.weights_proj.weight"] == rows["ffn.gate.weight"] == "bf16"
+    assert rows["ffn.experts.3.w1.weight"] == "i8"
+    assert rows["hc_attn_fn"] == rows["attn.attn_sink"] == rows["attn.compressor.ape"] == "f32"

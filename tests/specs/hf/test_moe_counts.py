@@ -202,6 +202,38 @@ def test_prediction_layer_of_deepseek_v3() -> None:
     assert active_parameters(spec) == active_parameters(read("DeepSeek-V3"))
 
 
+FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+MXFP4 = {
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+}
+
+#: model -> (its quantization, bytes published, bytes of file headers included in them for each tensor).
+#: Sources: ``total_size`` of the indexes of openai/gpt-oss-20b and 120b; file sizes of deepseek-ai/DeepSeek-V3.
+BYTES: dict[str, tuple[Config, int, int]] = {
+    "gpt-oss-20b": (MXFP4, 13_761_264_768, 0),
+    "gpt-oss-120b": (MXFP4, 65_248_815_744, 0),
+    "DeepSeek-V3": (FP8 | MTP, 688_586_727_753, 130),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_published_bytes(name: str) -> None:
+    kind, config, _, _ = PUBLISHED[name]
+    quantization, published, header = BYTES[name]
+    spec = model_from_config({**config, **quantization, "model_type": kind, "dtype": "bfloat16"}, name, name)
+    headers = header * sum(f.count for f in spec.families)
+    assert abs(spec.weight_bytes() + headers - published) <= headers // 10
+    assert spec.parameters("decoder") == read(name).parameters()
+
+
 #: shared configuration -> parameters of the decoder, of the prediction layers, per token (all in 1e9)
 SHARED: dict[str, tuple[float, float, float]] = {
     "deepseek-ai--DeepSeek-R1": (671.03, 13.46, 37.55),

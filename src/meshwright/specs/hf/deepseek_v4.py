@@ -104,7 +104,15 @@ def _mixing(t: Table, name: str, hidden: int, mult: int, at: tuple[int, ...], *,
     t.add(f"{name}scale", scales, role="other", layers=at, dtype="f32")
 
 
-def _blocks(t: Table, f: Fields, hidden: int, mixers: tuple[Attention, ...], moe: Moe, at: tuple[int, ...]) -> None:
+def _blocks(
+    t: Table,
+    f: Fields,
+    hidden: int,
+    mixers: tuple[Attention, ...],
+    moe: Moe,
+    at: tuple[int, ...],
+    kv_norm: str = "attn.norm",
+) -> None:
     """Attention, compressors, selectors, experts, norms and hyper-connections of the layers ``at``."""
     a = mixers[0]
     groups = f.integer("o_groups", default=8, high=MAX_HEADS)
@@ -120,7 +128,7 @@ def _blocks(t: Table, f: Fields, hidden: int, mixers: tuple[Attention, ...], moe
     t.linear("attn.wo_a", group, seg("fixed", a.heads // groups * a.head_dim), role="attention", op="o_a", layers=at)
     t.linear("attn.wo_b", hidden, group, role="attention", op="o", layers=at)
     t.norm("attn.q_norm", rank, layers=at, role="attention", dtype="f32")
-    t.norm("attn.norm", key, layers=at, role="attention", dtype="f32")
+    t.norm(kv_norm, key, layers=at, role="attention", dtype="f32")
     t.add(t.prefix + "attn.attn_sink", seg("heads", a.heads), role="attention", layers=at, dtype="f32")
     for ratio in (4, 128):
         mine = tuple(i for i, m in zip(at, mixers, strict=True) if m.compress_ratio == ratio)
@@ -178,7 +186,8 @@ def _routing(t: Table, vocab: int, moe: Moe, at: tuple[int, ...], hashed: tuple[
 def _mtp(f: Fields, t: Table, parts: Parts, moe: Moe, mult: int) -> Parts:
     """Prediction layers: a window-only block, two projections, their norms and an own collapse of the streams.
 
-    Source: DeepSeek's published ``inference/model.py`` (``MTPBlock``) and the names in the published index.
+    Source: DeepSeek's published ``inference/model.py`` (``MTPBlock``) and the names in the published index, where the
+    norm of the cached vector is ``kv_norm`` (transformers writes it as ``norm``).
     """
     count = f.integer("num_nextn_predict_layers", default=0, low=0, high=MAX_LAYERS)
     if not count:
@@ -186,7 +195,7 @@ def _mtp(f: Fields, t: Table, parts: Parts, moe: Moe, mult: int) -> Parts:
     at, hidden = tuple(range(count)), parts.hidden
     extra = Table(t.dtype, "mtp.{layer}.", section="mtp")
     mixer = _attention(f, 0)
-    _blocks(extra, f, hidden, (mixer,) * count, moe, at)
+    _blocks(extra, f, hidden, (mixer,) * count, moe, at, kv_norm="attn.kv_norm")
     _routing(extra, parts.vocab, moe, at, ())
     for name in ("e_proj", "h_proj"):
         extra.linear(name, hidden, hidden, role="other", op="in", layers=at)

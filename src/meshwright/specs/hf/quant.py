@@ -115,8 +115,9 @@ def _covered(family: TensorFamily, recipe: Recipe) -> bool:
         return family.role == "expert"
     if family.role == "head":
         return recipe.head
-    # The indexer's head weights stay in the model's dtype (DeepSeek-V3.2: weights_proj).
-    return family.role in _COVERED and not family.template.endswith("weights_proj.weight")
+    # The indexer's head weights (DeepSeek-V3.2) and the compressors of the cache (DeepSeek-V4) are not quantized.
+    kept = family.template.endswith("weights_proj.weight") or family.op.startswith("compress_")
+    return family.role in _COVERED and not kept
 
 
 def _cache_scales(families: tuple[TensorFamily, ...], recipe: Recipe) -> Iterator[TensorFamily]:
