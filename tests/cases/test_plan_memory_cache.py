@@ -258,8 +258,9 @@ def test_c152_padded_experts_set_a_floor() -> None:
 def test_c152_padding_by_hand() -> None:
     wide = Moe(8, 2, 3072)
     device = find_device("H100-SXM")
-    holder = spec([gqa(8, 8, 64)])
-    assert [mxfp4_factors(holder, wide, n, device)[0] for n in (384, 192, 96)] == [1, Fraction(4, 3), Fraction(8, 3)]
+    k3, other = spec([gqa(8, 8, 64)], model_type="kimi_linear"), spec([gqa(8, 8, 64)])
+    assert [mxfp4_factors(k3, wide, n, device)[0] for n in (384, 192, 96)] == [1, Fraction(4, 3), Fraction(8, 3)]
+    assert mxfp4_factors(other, wide, 96, device)[0] == Fraction(4, 3)
 
 
 def test_c205_heads_are_dealt_over_the_ranks() -> None:

@@ -25,13 +25,13 @@ _COMPUTE = ("bf16", "f16")
 #: Roles whose linear layers are quantized at load time (vLLM ``--quantization fp8``).
 _QUANTIZED_ROLES = frozenset({"attention", "mlp", "expert", "shared_expert", "recurrent"})
 #: Expert sizes that MXFP4 kernels round up to: (inner, hidden) of a rank (vLLM 0.33
-#: ``fused_moe/oracle/mxfp4.py``), and the least inner size (C152: 96 columns are held as 256). The Triton kernel of
-#: Hopper keeps the sizes and pads the packed input dimension of both matrices in memory (gpt-oss-20b loads
-#: 13.47 GiB, gpt-oss-120b 64.38 on TP1).
+#: ``fused_moe/oracle/mxfp4.py``), and the least inner size that a model's own code sets (C152: Kimi K3 holds 96
+#: columns as 256). The Triton kernel of Hopper keeps the sizes and pads the packed input dimension of both matrices
+#: in memory (gpt-oss-20b loads 13.47 GiB, gpt-oss-120b 64.38 on TP1).
 _MARLIN_TILES = (128, 256)
 _BLACKWELL_TILES = (256, 256)
 _TRITON_INPUT = 256
-_LEAST_INNER = 256
+_LEAST_INNER = {"kimi_linear": 256}
 #: How packed values and their scales are stored.
 _MXFP4_STORED = frozenset({"u8", "i8", "f8_e8m0"})
 
@@ -66,7 +66,7 @@ def mxfp4_factors(
         up, down = Fraction(_up(hidden, _TRITON_INPUT), hidden), Fraction(_up(inner, _TRITON_INPUT), inner)
         return up, down
     tiles = _BLACKWELL_TILES if device.capability.startswith("10.") else _MARLIN_TILES
-    padded = max(_up(inner, tiles[0]), _LEAST_INNER)
+    padded = max(_up(inner, tiles[0]), _LEAST_INNER.get(spec.model_type, 0))
     both = Fraction(padded * _up(hidden, tiles[1]), inner * hidden)
     return both, both
 
