@@ -5,12 +5,14 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.engines import commands, profile
+from meshwright.engines.vllm.command import model_argument
 from meshwright.engines.vllm.flags import unknown_flags
 from meshwright.errors import InputError
 from meshwright.specs.command import Command
@@ -160,3 +162,22 @@ def test_nothing_is_made_up_for_training_or_our_own_runtime() -> None:
 def test_a_layout_larger_than_the_cluster_has_no_command() -> None:
     with pytest.raises(InputError, match="needs 16 devices"):
         written("tp=16", 1, 8)
+
+
+def test_vllm_is_given_what_holds_the_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    for file in ("config.json", "other.json"):
+        (folder / file).write_text("{}")
+    assert model_argument(str(folder / "config.json")) == (str(folder), "")
+    assert "replace the file" in model_argument(str(folder / "other.json"))[1]
+    assert model_argument(str(folder)) == (str(folder), "")
+    assert model_argument("llama-3.1-70b")[0].startswith("meta-llama/")
+    assert model_argument("org/not-in-the-atlas") == ("org/not-in-the-atlas", "")
+    name, wanted = model_argument("gpt3-175b")
+    assert (name, "folder" in wanted) == ("gpt3-175b", True)
+    assert all(wanted in c.note for c in written("tp=8,pp=2", 2, 8, name=name) if c.text.startswith("vllm"))
+
+
+def test_a_name_too_long_for_a_path_is_no_crash() -> None:
+    assert written("tp=1", 1, 1, name="x" * 5000)[0].text.startswith("vllm serve xxx")

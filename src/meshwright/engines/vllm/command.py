@@ -7,11 +7,13 @@ cannot move it. Everything that comes from the user is quoted for a POSIX shell.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.errors import InputError
+from meshwright.specs.atlas import models
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.command import Command
 from meshwright.specs.layout import Layout
@@ -48,7 +50,7 @@ def commands(
     """What to type, node by node; first without Ray, then (on several nodes) with it.
 
     Args:
-        spec_name: what vLLM is given: a hub id or a path, as the user wrote it.
+        spec_name: the model as the user wrote it: a hub id, a path, or an atlas name (see ``model_argument``).
         layout: a layout that the profile allows.
         cluster: where it runs; ranks fill the nodes in order.
         workload: gives ``--max-model-len``; training gives no command, vLLM does not train.
@@ -64,7 +66,37 @@ def commands(
         return ()
     if layout.world > cluster.devices:
         raise InputError(f"{layout} needs {layout.world} devices, {cluster} has {cluster.devices}")
-    base = _serve(spec_name) + _degrees(layout) + _limits(workload, settings)
+    name, wanted = model_argument(spec_name)
+    written = _written(name, layout, cluster, workload, settings)
+    if not wanted:
+        return written
+    return tuple(
+        replace(c, note="; ".join(filter(None, (c.note, wanted)))) if c.text.startswith("vllm") else c for c in written
+    )
+
+
+def model_argument(name: str) -> tuple[str, str]:
+    """What ``vllm serve`` is given for a model, and what the user must replace in it (empty: nothing).
+
+    vLLM loads weights, so a ``config.json`` becomes its folder and an atlas name the hub id it was read from.
+    """
+    if name.endswith(".json") and os.path.isfile(name):
+        folder, file = os.path.split(name)
+        if file == "config.json":
+            return folder or ".", ""
+        return name, "replace the file by the folder or hub id that holds the weights"
+    entry = None if os.path.exists(name) else models.find(name)
+    if entry is None or "/" in name:
+        return name, ""
+    known = models.aliases(entry)
+    hub = next((alias for alias in known if "/" in alias), "")
+    return (hub, "") if hub else (name, "no hub id is known: replace the name by the folder that holds the weights")
+
+
+def _written(
+    name: str, layout: Layout, cluster: Cluster, workload: Serve, settings: ServeSettings
+) -> tuple[Command, ...]:
+    base = _serve(name) + _degrees(layout) + _limits(workload, settings)
     env = _environment(layout)
     if layout.world <= cluster.devices_per_node:
         text = _join(base + _replicas(layout))
