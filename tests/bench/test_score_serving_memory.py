@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from bench.score_serving_memory import left_out_rows, rows
 from bench.scoring import ScoreRow, summarize
+
 from tests.cases.serving import CONFIGS
 from tests.shared import shared_dir
 
