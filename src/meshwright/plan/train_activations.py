@@ -137,7 +137,9 @@ def boundary_tensors(engine: TrainEngine, held: tuple[int, ...], micro_batches: 
     buffer a micro-batch in both directions (``_PipelineStageBase._prepare_forward_infra``), and the output of every
     micro-batch in flight.
     """
-    return sum(held) + 2 * micro_batches if engine.kernels == "torch" else engine.boundary_tensors
+    if engine.receive_buffers:
+        return sum(held) + 2 * micro_batches
+    return engine.boundary_tensors
 
 
 def weight_gradient(layer: Layer, s: Shape, engine: TrainEngine, *, head: bool) -> int:

@@ -64,8 +64,9 @@ class TrainEngine:
         workspace_bytes: cuBLAS, Transformer Engine and other workspaces that live from the first step on.
         context_bytes: driver context, outside the framework's allocator.
         communicator_bytes: communicators of a world of several ranks, outside it as well.
-        boundary_tensors: tensors of tokens x hidden that a pipeline stage holds for its neighbours at the peak (not
-            with ``torch`` kernels, see ``train_activations``).
+        boundary_tensors: tensors of tokens x hidden that a pipeline stage holds for its neighbours at the peak.
+        receive_buffers: a receive buffer a micro-batch of the whole step in both directions besides, and the outputs
+            of the micro-batches in flight (torch.distributed.pipelining).
         offload_modules: saved tensors of these modules live in host memory (Megatron ``--offload-modules``).
         fp8_weight_copies: quantized copies (row and column wise) of every hidden matrix live beside it.
         fp8: low-precision products: bytes of one saved input of a linear layer (1), else 2.
@@ -104,6 +105,7 @@ class TrainEngine:
     context_bytes: int = GIB // 4
     communicator_bytes: int = 9 * GIB // 5
     boundary_tensors: int = 3
+    receive_buffers: bool = False
     offload_modules: tuple[str, ...] = ()
     fp8_weight_copies: bool = False
     fp8: bool = False

@@ -145,10 +145,15 @@ def _mla_saved(a: Attention, s: Shape, heads: int) -> Saved:
 
 
 def mlp_saved(m: Mlp, s: Shape, *, norm: bool = True) -> Saved:
-    """One dense feed-forward block with its norm and residual: input, norm output, hidden before and after act."""
+    """One dense feed-forward block with its norm and residual: input, norm output, hidden before and after act.
+
+    Without a fused SwiGLU (``torch`` kernels) the activated gate is one tensor more.
+    """
     f = _cut(m.intermediate, s.tp)
     before = s.width * s.tokens * f * (2 if m.gated else 1)
     saved: Saved = {"hidden before activation": before, "hidden": s.linear_width * s.tokens * f}
+    if m.gated and s.engine.kernels == "torch":
+        saved["activated gate"] = s.width * s.tokens * f
     if norm:
         saved["block input"] = s.width * s.rows * s.hidden
         saved["norm output"] = s.linear_width * s.rows * s.hidden
@@ -179,6 +184,8 @@ def moe_saved(m: Moe, s: Shape, layout: Layout) -> Saved:
         "expert hidden": s.linear_width * routed * f,
         "router": (4 if s.engine.router_fp32 else s.width) * s.rows * m.experts * 2,
     }
+    if m.gated and s.engine.kernels == "torch":
+        saved["activated gate"] = s.width * routed * f
     if not s.engine.permute_fusion:
         saved["expert output"] = s.width * routed * wide
     if s.dropout:
