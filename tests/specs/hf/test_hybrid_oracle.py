@@ -143,6 +143,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         # Equal widths of keys and values: the class splits its fused convolution into equal thirds when it saves.
         BASE | LINEAR | {"num_hidden_layers": 4, "linear_key_head_dim": 21, "linear_value_head_dim": 7},
     ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        BASE
+        | {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "q_lora_rank": 12,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 10,
+            "head_dim": 12,
+            "moe_intermediate_size": 14,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "rwkv": (
         "rwkv",
         {

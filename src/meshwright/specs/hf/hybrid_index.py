@@ -4,6 +4,7 @@ from __future__ import annotations
 
 #: Module of this package -> names that it registers (class names and model types).
 HYBRID_MODULES: dict[str, tuple[str, ...]] = {
+    "bailing": ("BailingHybridForCausalLM", "bailing_hybrid"),
     "delta_net": (
         "Qwen3NextForCausalLM",
         "qwen3_next",
