@@ -125,13 +125,16 @@ class Fields:
 
     def dtype(self, default: str = "bf16") -> str:
         """Compute dtype (``dtype`` in transformers 5, ``torch_dtype`` in 4)."""
-        _, value = self.get("dtype", "torch_dtype")
-        if value is None:
+        name, value = self.get("dtype", "torch_dtype")
+        if value is None or value == "auto":
             self.assume(f"dtype is not stated; {default} is assumed")
             return default
-        if not isinstance(value, str) or value == "auto":
-            return default
-        return canonical(value)
+        if not isinstance(value, str):
+            raise self._fail(name, value, "the name of an element type is needed")
+        try:
+            return canonical(value)
+        except InputError as error:
+            raise InputError(f"{self.where}: {name}: {error}") from None
 
     def assume(self, sentence: str) -> None:
         """Note an assumption once."""

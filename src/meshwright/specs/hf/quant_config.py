@@ -107,6 +107,8 @@ def _bits(q: Fields, *names: str, default: int | None = None) -> int:
     bits = q.integer(*names, default=default, high=64)
     if bits not in (2, 3, 4, 8):
         raise InputError(f"{q.where}: {names[0]} is {bits}; 2, 3, 4 or 8 bits are known")
+    if bits == 3:
+        q.assume("three-bit weights: bytes are exact, parameters are counted 10 instead of 10.7 a word")
     return bits
 
 
