@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import lcm
 
 from meshwright.plan.train_engine import (
     TrainEngine,
@@ -204,6 +205,10 @@ def layout_of(r: Reader, spec: ModelSpec, world: int, family: str, stages: tuple
     cp = r.integer("context-parallel-size", 1, "cp") or 1
     batches = (r.integer("global-batch-size", 0, "gbs") or world) // r.need("micro-batch-size", "mbs")
     world = min(world, max(1, batches) * tp * pp * cp)
+    etp = r.integer("expert-tensor-parallel-size", None, "etp")
+    if r.text("_type") == "release":
+        unit = lcm(tp * pp * cp, pp * (etp or tp) * (r.integer("expert-model-parallel-size", 1, "ep") or 1))
+        world = -(-world // unit) * unit
     if world % (tp * pp * cp):
         raise UndecidableError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
     virtual = 1
@@ -223,7 +228,6 @@ def layout_of(r: Reader, spec: ModelSpec, world: int, family: str, stages: tuple
         parts = [_count_t(p) for p in _expand(plan).split("|")]
         virtual = max(1, len(parts) // pp)
         stages = tuple(sum(parts[s::pp]) for s in range(pp))
-    etp = r.integer("expert-tensor-parallel-size", None, "etp")
     return Layout(
         tp=tp,
         pp=pp,

@@ -85,10 +85,10 @@ def test_loss_and_one_recomputed_layer_are_not_alive_together() -> None:
     (stage,) = train_stages(spec, layout)
     few = activations(spec, stage, layout, work, ENGINE.with_(logit_bytes=6.0))
     assert few.parts["logits and loss"] == 6 * S * B * 50304
-    assert "recomputed layer" not in few.parts
+    assert "layer in its backward" not in few.parts
     none = activations(spec, stage, layout, work, ENGINE.with_(logit_bytes=0.0))
     assert "logits and loss" not in none.parts
-    assert none.parts["recomputed layer"] > 0
+    assert none.parts["layer in its backward"] > 0
 
 
 def test_context_parallel_divides_the_tokens_and_adds_the_ring() -> None:

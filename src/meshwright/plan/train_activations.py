@@ -23,8 +23,19 @@ from meshwright.specs.layout import Layout
 from meshwright.specs.model import Layer, ModelSpec
 from meshwright.specs.workload import Train
 
-#: What recomputing ``layernorm`` drops of a block.
-_NORM_OUTPUTS = ("norm output",)
+#: What recomputing a whole block leaves: what the block before and the norm made.
+_BLOCK_EDGE = frozenset({"block input", "norm output", "dropout mask"})
+
+#: Saved tensors that offloading a module moves to the host, by block (Megatron ``--offload-modules``).
+_OFFLOADED: dict[str, tuple[tuple[str, str], ...]] = {
+    "attn_norm": (("attention", "block input"),),
+    "qkv_linear": (("attention", "norm output"),),
+    "core_attn": (("attention", "query, key, value"), ("core", "scores"), ("core", "softmax statistics")),
+    "attn_proj": (("attention", "context"),),
+    "mlp_norm": (("mlp", "block input"), ("moe", "block input")),
+    "expert_fc1": (("moe", "expert input"),),
+    "moe_act": (("moe", "expert hidden before activation"),),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +64,13 @@ def kept_after(blocks: Mapping[str, Saved], modules: tuple[str, ...]) -> dict[st
     kept = {name: dict(saved) for name, saved in blocks.items()}
     if "core_attn" in modules:
         kept.pop("core", None)
-    if "mlp" in modules and "mlp" in kept:
-        kept["mlp"] = {k: v for k, v in kept["mlp"].items() if k in {"block input", "norm output", "dropout mask"}}
-    if "moe" in modules and "moe" in kept:
-        kept["moe"] = {k: v for k, v in kept["moe"].items() if k in {"block input", "norm output", "dropout mask"}}
+    for block in {"mlp", "moe"} & set(modules) & set(kept):
+        kept[block] = {name: size for name, size in kept[block].items() if name in _BLOCK_EDGE}
     for saved in kept.values():
         if "moe_act" in modules:
             saved.pop("expert hidden", None)
         if "layernorm" in modules:
-            for name in _NORM_OUTPUTS:
-                saved.pop(name, None)
+            saved.pop("norm output", None)
         if "shared_experts" in modules:
             for name in [n for n in saved if n.startswith("shared ")]:
                 del saved[name]
@@ -70,18 +78,6 @@ def kept_after(blocks: Mapping[str, Saved], modules: tuple[str, ...]) -> dict[st
         kept["attention"].pop("query, key, value")
         kept["attention"].pop("key before rotary")
     return kept
-
-
-#: Saved tensors that offloading a module moves to the host, by block (Megatron ``--offload-modules``).
-_OFFLOADED: dict[str, tuple[tuple[str, str], ...]] = {
-    "attn_norm": (("attention", "block input"),),
-    "qkv_linear": (("attention", "norm output"),),
-    "core_attn": (("attention", "query, key, value"), ("core", "scores"), ("core", "softmax statistics")),
-    "attn_proj": (("attention", "context"),),
-    "mlp_norm": (("mlp", "block input"), ("moe", "block input")),
-    "expert_fc1": (("moe", "expert input"),),
-    "moe_act": (("moe", "expert hidden before activation"),),
-}
 
 
 def left_on_device(blocks: dict[str, Saved], modules: tuple[str, ...]) -> dict[str, Saved]:
@@ -174,39 +170,23 @@ def head_bytes(spec: ModelSpec, s: Shape, layout: Layout, work: Train, engine: T
     }
 
 
-def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train, engine: TrainEngine) -> Activations:
-    """Activation peak of one rank of ``stage``.
+def prediction_bytes(spec: ModelSpec, s: Shape, layout: Layout, work: Train, engine: TrainEngine) -> dict[str, int]:
+    """Multi-token-prediction layers: the layer, its joined input with both norms (4 x R h), and what its own loss keeps
+    (one fp32 tensor of logits, ``megatron/core/transformer/multi_token_prediction.py``)."""  # fmt: skip
+    layers = [_layer_bytes(layer, s, layout, work)[1 if engine.offload_modules else 0] for layer in spec.mtp_layers]
+    if not layers:
+        return {}
+    return {
+        "prediction layers": sum(layers) + len(layers) * 4 * s.width * s.rows * s.hidden,
+        "prediction loss": len(layers) * 4 * local_logits(spec, s, layout, engine),
+    }
 
-    The last stage's peak is the end of a forward (all its layers and the loss) or, with full recomputation, the
-    larger of the loss and one recomputed layer: they are not alive together.
-    """
-    s = model_shape(spec, layout, work, engine)
-    pairs = [chunk_bytes(spec, chunk, s, layout, work) for chunk in stage.chunks]
-    micro = max(1, work.global_batch // max(1, layout.dp * layout.micro_batch))
-    group = engine.microbatch_group or layout.pp
-    held = peak_held([kept for kept, _ in pairs], layout.schedule, stage.index, layout.pp, micro, group)
-    parts: dict[str, int] = {"layers": sum(n * kept for n, (kept, _) in zip(held, pairs, strict=True))}
-    if work.offload == "activations":
-        parts["layers"] -= round(parts["layers"] * engine.offload_fraction)
-    recomputed = max((extra for _, extra in pairs), default=0)
-    head = head_bytes(spec, s, layout, work, engine) if stage.head else {}
-    for layer in spec.mtp_layers if stage.head else ():
-        one = _layer_bytes(layer, s, layout, work)[1 if engine.offload_modules else 0]
-        head["prediction layers"] = head.get("prediction layers", 0) + one
-        head["prediction layers"] += 4 * s.width * s.rows * s.hidden
-        head["prediction loss"] = head.get("prediction loss", 0) + 4 * local_logits(spec, s, layout, engine)
-    if engine.weight_gradient_bytes and stage.layers:
-        parts["weight gradient"] = weight_gradient(spec.layers[stage.layers[-1]], s, engine, head=stage.head)
-    if engine.reserved:
-        parts["recomputed layer"] = recomputed
-        parts |= head
-    elif engine.offload_modules:
-        parts["layer not yet offloaded"] = recomputed
-        parts |= head
-    elif recomputed > sum(head.values()):
-        parts["recomputed layer"] = recomputed
-    else:
-        parts |= head
+
+def _standing(
+    spec: ModelSpec, stage: TrainStage, s: Shape, layout: Layout, engine: TrainEngine, held: tuple[int, ...], micro: int
+) -> dict[str, int]:
+    """Buffers that are there whatever runs: boundaries, masks, the engine's own."""
+    parts: dict[str, int] = {}
     if stage.embedding and s.dropout:
         parts["embedding dropout"] = s.rows * s.hidden * max(held)
     if layout.pp > 1:
@@ -219,4 +199,33 @@ def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train,
         parts["score buffer"] = score_buffer(spec, s)
     if engine.deferred_head and stage.head:
         parts["deferred head"] = deferred_head(spec, s, layout, engine, micro)
-    return Activations(parts, held)
+    return parts
+
+
+def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train, engine: TrainEngine) -> Activations:
+    """Activation peak of one rank of ``stage``.
+
+    The last stage's peak is the end of a forward (all its layers and the loss) or, with recomputation, the larger of
+    the loss and one recomputed layer: they are not alive together (in reserved memory they are).
+    """
+    s = model_shape(spec, layout, work, engine)
+    pairs = [chunk_bytes(spec, chunk, s, layout, work) for chunk in stage.chunks]
+    micro = max(1, work.global_batch // max(1, layout.dp * layout.micro_batch))
+    group = engine.microbatch_group or layout.pp
+    held = peak_held([kept for kept, _ in pairs], layout.schedule, stage.index, layout.pp, micro, group)
+    layers = sum(n * kept for n, (kept, _) in zip(held, pairs, strict=True))
+    if work.offload == "activations":
+        layers -= round(layers * engine.offload_fraction)
+    parts: dict[str, int] = {"layers": layers}
+    recomputed = max((extra for _, extra in pairs), default=0)
+    head: dict[str, int] = {}
+    if stage.head:
+        head = head_bytes(spec, s, layout, work, engine) | prediction_bytes(spec, s, layout, work, engine)
+    if engine.weight_gradient_bytes and stage.layers:
+        parts["weight gradient"] = weight_gradient(spec.layers[stage.layers[-1]], s, engine, head=stage.head)
+    together = engine.reserved or bool(engine.offload_modules)
+    if together or recomputed > sum(head.values()):
+        parts["layer in its backward"] = recomputed
+    if together or "layer in its backward" not in parts:
+        parts |= head
+    return Activations(parts | _standing(spec, stage, s, layout, engine, held, micro), held)
