@@ -308,8 +308,8 @@ def virtual_stages(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
         )
 
 
-def context_divides(layout: Layout, train: Train, spec: ModelSpec) -> Iterator[Rule]:
-    """The sequence against context and sequence parallelism, heads against context parallelism."""
+def context_divides(layout: Layout, train: Train) -> Iterator[Rule]:
+    """The sequence against context and sequence parallelism."""
     pieces = layout.cp * 2 if layout.cp > 1 else 1
     if train.seq % pieces:
         yield broken(

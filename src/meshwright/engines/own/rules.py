@@ -34,7 +34,7 @@ def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Wo
     ]
     if isinstance(workload, Train):
         found += checks.batches(layout, workload)
-        found += checks.context_divides(layout, workload, spec)
+        found += checks.context_divides(layout, workload)
     return sorted(found, key=lambda rule: rule.severity != "illegal")
 
 

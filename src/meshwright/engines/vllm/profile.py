@@ -34,9 +34,6 @@ def _profile(version: str) -> EngineProfile:
         vision_on="all",  # models/interfaces.py _mark_tower_model: skipped by modality limits, not by stage
         replicated_labels=frozenset({"index_heads"}),
         constants={
-            "gpu_memory_utilization": 0.92,
-            "block_size": 16,
-            "placement_group_wait_s": 1800,
             # How it communicates (plan.wire.Ways): v1/worker/gpu_worker.py hands IntermediateTensors (hidden states,
             # residual) over with all_gather_group=tp; layers/logits_processor.py gathers on all ranks;
             # config/parallel.py all2all_backend; device_communicators/all2all.py.
