@@ -30,6 +30,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("glm_moe_dsa", {**DEEP, **GROUPS, **SELECTOR, "indexer_types": ["full", "shared", "full"]}),
     ("glm4_moe_lite", {**DEEP, **GROUPS}),
     ("axk1", {**DEEP, **GROUPS}),
+    ("hy_v4", {**DEEP, **GROUPS, **SELECTOR, "indexer_types": ["full", "shared", "full"]}),
     ("youtu", DENSE),
     ("minicpm3", {**DENSE, "tie_word_embeddings": False}),
 ]

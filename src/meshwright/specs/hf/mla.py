@@ -86,15 +86,21 @@ def indexer(f: Fields) -> Indexer:
     return Indexer(heads, f.integer("index_head_dim", default=128), f.integer("index_topk", default=2048, high=1 << 30))
 
 
-def indexer_tensors(t: Table, hidden: int, x: Indexer, q_rank: int, layers: Sequence[int]) -> None:
-    """Query, key and weight projections of the selector; its key has one head."""
+def indexer_tensors(
+    t: Table, hidden: int, x: Indexer, q_rank: int, layers: Sequence[int], *, small_dtype: str | None = None
+) -> None:
+    """Query, key and weight projections of the selector; its key has one head.
+
+    ``small_dtype``: of the key norm and the weight projection where it is not the model's.
+    """
     name, key = "self_attn.indexer", seg("fixed", x.head_dim)
     q = seg("index_heads", x.heads, x.head_dim)
     t.linear(f"{name}.wq_b", q, seg("fixed", q_rank), role="indexer", op="index_q", layers=layers)
     t.linear(f"{name}.wk", key, hidden, role="indexer", op="index_k", layers=layers)
-    t.norm(f"{name}.k_norm", key, layers=layers, bias=True, role="indexer")
+    t.norm(f"{name}.k_norm", key, layers=layers, bias=True, role="indexer", dtype=small_dtype)
     weights = seg("index_heads", x.heads)
-    t.linear(f"{name}.weights_proj", weights, hidden, role="indexer", op="index_w", layers=layers)
+    scores = f"{name}.weights_proj"
+    t.linear(scores, weights, hidden, role="indexer", op="index_w", layers=layers, dtype=small_dtype)
 
 
 def sharing(f: Fields, n: int) -> tuple[bool, ...]:

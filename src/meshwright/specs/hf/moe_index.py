@@ -5,6 +5,7 @@ from __future__ import annotations
 MOE_MODULES: dict[str, tuple[str, ...]] = {
     "deepseek_v4": ("DeepseekV4ForCausalLM", "deepseek_v4"),
     "gptoss": ("GptOssForCausalLM", "gpt_oss"),
+    "hy_v4": ("HYV4ForCausalLM", "hy_v4"),
     "llama4": ("Llama4ForCausalLM", "llama4_text"),
     "mimo": ("MiMoV2FlashForCausalLM", "mimo_v2_flash"),
     "minimax": (

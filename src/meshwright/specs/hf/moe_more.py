@@ -99,7 +99,8 @@ def laguna(f: Fields, dtype: str) -> Parts:
     heads = f.integers("num_attention_heads_per_layer", low=1, high=MAX_HEADS)
     if heads and len(heads) != n:
         raise InputError(f"{f.where}: num_attention_heads_per_layer has {len(heads)} items for {n} layers")
-    base = replace(gqa(f), gated=True)
+    by_head = f.get("gating")[1] in (None, True, "per-head")
+    base = replace(gqa(f), gated=not by_head)
     mixers = windows(f, n, base) if f.has("layer_types") else (base,) * n
     mixers = tuple(replace(a, heads=h) for a, h in zip(mixers, heads or (base.heads,) * n, strict=True))
     sparse = after_dense(f, n, default=1)
@@ -108,7 +109,6 @@ def laguna(f: Fields, dtype: str) -> Parts:
     moe = routed(f, shared=shared, experts=256, topk=8)
     dense, bias = f.integer("intermediate_size") if rest else 0, f.flag("attention_bias")
     tied = f.flag("tie_word_embeddings")
-    by_head = f.get("gating")[1] in (None, True, "per-head")
     t = Table(dtype)
     ends(t, hidden, vocab, tied)
     for a in dict.fromkeys(replace(a, window=None) for a in mixers):

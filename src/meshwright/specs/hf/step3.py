@@ -86,7 +86,7 @@ def _attentions(f: Fields, n: int) -> tuple[Attention, ...]:
     """
     heads = f.integer("num_attention_heads", high=MAX_HEADS)
     groups = f.integer("num_key_value_heads", "num_attention_groups", default=8, high=MAX_HEADS)
-    whole = replace(gqa(f), kv_heads=groups, gated=True)
+    whole = replace(gqa(f), kv_heads=groups)
     other = f.sub("attention_other_setting")
     wide = f.integer("num_sliding_attention_heads", default=0, low=0, high=MAX_HEADS)
     wide = wide or other.integer("num_attention_heads", default=heads, high=MAX_HEADS)
