@@ -67,10 +67,13 @@ bench: $(VENV)/.stamp-dev
 wheel: $(VENV)/.stamp-dev
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
 
-# After a change of dependencies: install what is new into .venv, then write down what is there.
+# After a change of dependencies: install what is new into .venv, then write down what is there. What only the CUDA
+# build of torch needs is kept as it is.
 constraints: $(VENV)/.stamp-dev
-	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable \
-		| grep -viE '^(pip|meshwright)=' | sed 's/+cpu//' | sort -f; } > out.constraints && mv out.constraints constraints.txt
+	@{ sed -n '/^#/p' constraints.txt; { $(BIN)/python -m pip freeze --all --exclude-editable \
+		| grep -viE '^(pip|meshwright|nvidia-.*|cuda-.*|triton)=' | sed 's/+cpu//'; \
+		grep -E '^(nvidia-|cuda-|triton)' constraints.txt; } | LC_ALL=C sort -f; } > out.constraints
+	@mv out.constraints constraints.txt
 
 clean:
 	rm -rf $(VENV) dist build out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
