@@ -3,6 +3,7 @@
 Every constant has a grid. For each row every combination that touches it is predicted once; a fit takes, constant by
 constant, the value with the smallest mean absolute error on the rows of the fitting part. ``held_out`` does so on the
 even rows and scores the odd ones, and once for every model with that model left out.
+``python -m bench.fit_training_memory DIR`` prints the constants that all rows of DIR give.
 """
 
 from __future__ import annotations

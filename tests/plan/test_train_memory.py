@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from meshwright.engines.own.profile import OWN
 from meshwright.plan import train_memory as module
 from meshwright.plan.memory import RankMemory, TrainMemory
-from meshwright.plan.train_engine import engine_preset
+from meshwright.plan.train_engine import engine_names, engine_preset
 from meshwright.plan.train_memory import DEFAULT_ENGINE, train_memory
 from meshwright.specs.atlas.devices import find_device
-from meshwright.specs.build import decoder
+from meshwright.specs.build import Mamba, decoder
 from meshwright.specs.cluster import Cluster
-from meshwright.specs.layout import Layout, parse_layout
+from meshwright.specs.layout import Fsdp, Layout, parse_layout
 from meshwright.specs.placement import place
 from meshwright.specs.workload import Train
 
@@ -159,3 +159,57 @@ def test_no_heavy_import_on_the_path() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+HYBRID = decoder(
+    hidden=256, layers=8, heads=4, vocab=1000, pattern="M-M*M-ME", mamba=Mamba(heads=8), experts=4, moe_ffn=128,
+    ffn=512, shared_ffn=256, mtp=1, tied=True,
+)  # fmt: skip
+LATENT = decoder(
+    hidden=256, layers=8, heads=8, head_dim=48, v_head_dim=32, q_lora_rank=64, kv_lora_rank=32, rope_head_dim=16,
+    vocab=1000, experts=8, moe_ffn=128, moe_layers=range(2, 8), moe_latent=64,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    spec=st.sampled_from([LLAMA, MIXTURE, HYBRID, LATENT]),
+    layout=st.builds(
+        Layout,
+        tp=st.sampled_from([1, 2, 3, 8]),
+        pp=st.integers(1, 4),
+        dp=st.integers(1, 5),
+        cp=st.sampled_from([1, 2]),
+        ep=st.sampled_from([1, 2, 4]),
+        etp=st.sampled_from([None, 1, 2]),
+        sp=st.booleans(),
+        zero=st.integers(0, 3),
+        fsdp=st.one_of(
+            st.none(), st.builds(Fsdp, wrap=st.sampled_from(["layer", "model"]), prefetch=st.integers(1, 9))
+        ),
+        schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]),
+        micro_batch=st.integers(1, 3),
+    ),
+    work=st.builds(
+        Train,
+        seq=st.sampled_from([1, 64, 4096]),
+        global_batch=st.integers(1, 64),
+        optimizer=st.sampled_from(["adamw", "sgd", "muon"]),
+        recompute=st.sampled_from(["none", "selective", "full"]),
+        recompute_layers=st.sampled_from([None, 1, 3]),
+        param_dtype=st.sampled_from(["bf16", "f16", "f32"]),
+        offload=st.sampled_from(["none", "optimizer", "activations"]),
+        attention=st.sampled_from(["flash", "unfused"]),
+        dropout=st.sampled_from([0.0, 0.1]),
+    ),
+    engine=st.sampled_from(engine_names()),
+)
+def test_any_layout_gets_an_answer_of_whole_bytes(spec: object, layout: Layout, work: Train, engine: str) -> None:
+    virtual = 2 if layout.schedule in {"interleaved", "zbv", "dualpipev"} else 1
+    layout = layout.with_(virtual=virtual)
+    memory = train_memory(spec, layout, CLUSTER, work, engine_preset(engine))  # type: ignore[arg-type]
+    assert len(memory.ranks) == layout.pp
+    assert sum(r.ranks for r in memory.ranks) == layout.world
+    for row in memory.ranks:
+        assert all(isinstance(h.bytes, int) and h.bytes > 0 for h in row.holdings)
+        assert row.weights_bytes > 0

@@ -37,7 +37,7 @@ class TrainEngine:
         logit_bytes: bytes a local logit (token x vocabulary / tp) that are alive at the peak of the loss.
         fused_logit_bytes: the same with a fused cross-entropy (``Train.fused_cross_entropy``).
         head_tensors: tensors of tokens x hidden between the last layer and the output projection, beyond its norm
-            (BERT's language head: dense, GELU of four steps, norm).
+            (BERT: dense, the steps of an unfused GELU, norm).
         weight_gradient_bytes: bytes an element of the temporary gradient of a layer's largest hidden matrix, alive
             when the last layer's backward begins (0: gradients are accumulated by the product itself).
         vocab_multiple, vocab_times_tp: rows of embedding and head are padded to a multiple of this (x tp).
