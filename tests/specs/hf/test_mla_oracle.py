@@ -146,13 +146,15 @@ def test_selectors_shared_between_layers() -> None:
 
 
 def test_facts_of_latent_attention() -> None:
-    spec = model_from_config({**DEEP, **GROUPS, "model_type": "deepseek_v3", "dtype": "bfloat16"}, "v3", "test")
+    groups = {"n_group": 2, "topk_group": 1}
+    spec = model_from_config({**DEEP, **groups, "model_type": "deepseek_v3", "dtype": "bfloat16"}, "v3", "test")
     a = spec.layers[0].attention
     assert a == Attention("mla", 4, 1, 12, 6, q_lora_rank=20, kv_lora_rank=12, rope_head_dim=4)
     assert a.cached_values_per_token == 16
     moe = spec.layers[1].moe
     assert moe is not None
     assert (moe.experts, moe.topk, moe.intermediate, moe.shared_intermediate) == (4, 2, 24, 48)
+    assert (moe.groups, moe.topk_groups) == (2, 1)
     assert spec.layers[0].moe is None
     labels = {(f.op, f.dims[0][0].label, f.dims[0][0].units, f.dims[0][0].width) for f in spec.families if f.op}
     assert {("q_b", "heads", 4, 12), ("kv_b", "heads", 4, 14), ("kv_a", "fixed", 16, 1)} <= labels
