@@ -1,10 +1,12 @@
-"""One folder an engine: profile, rules, command. ``profile(name)`` finds one by the name a user types."""
+"""One folder an engine: profile, rules, command, logs. Folders are imported when their engine is asked for."""
 
 from __future__ import annotations
 
-from meshwright.engines.own.profile import OWN
-from meshwright.engines.vllm import command
-from meshwright.engines.vllm.profile import VLLM
+from collections.abc import Mapping
+from importlib import import_module
+from typing import cast
+
+from meshwright.engines.base import Engine
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.command import Command
@@ -12,26 +14,64 @@ from meshwright.specs.layout import Layout
 from meshwright.specs.profile import EngineProfile, ServeSettings
 from meshwright.specs.workload import Serve, Workload
 
-#: Names a user may type, to profiles; the newest vLLM is the default engine.
-PROFILES: dict[str, EngineProfile] = {
-    "vllm": VLLM["0.33"],
-    **{f"vllm-{version}": profile for version, profile in VLLM.items()},
-    "meshwright": OWN,
+#: Engine -> its folder. ``<folder>.profile`` has ``PROFILES``: short version -> profile, newest first;
+#: ``<folder>`` has ``ENGINE`` where it can parse and emit.
+FOLDERS: dict[str, str] = {
+    "vllm": "meshwright.engines.vllm",
+    "meshwright": "meshwright.engines.own",
 }
+
+#: The engine of ``plan serve`` when none is named.
+DEFAULT = "vllm"
+
+
+def profiles(engine: str) -> Mapping[str, EngineProfile]:
+    """Profiles of one engine by short version, newest first."""
+    return cast(Mapping[str, EngineProfile], import_module(f"{FOLDERS[engine]}.profile").PROFILES)
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """``"vllm-0.32"``, ``"vllm 0.32.0"`` or ``"vllm==0.32"`` as ``("vllm", "0.32")``; no version: None.
+
+    Raises:
+        InputError: the engine or the version is not known.
+    """
+    text = name.strip().lower().replace("==", "-").replace(" ", "-")
+    for engine in sorted(FOLDERS, key=len, reverse=True):
+        if text == engine:
+            return engine, None
+        if text.startswith(engine + "-"):
+            wanted = text.removeprefix(engine + "-")
+            for version, profile_ in profiles(engine).items():
+                if wanted in {version, profile_.version}:
+                    return engine, version
+            known = ", ".join(f"{engine}-{v}" for v in profiles(engine))
+            raise InputError(f"no profile for {name[:40]!r}; known: {known}")
+    raise InputError(f"unknown engine {name[:40]!r}; known: {', '.join(FOLDERS)}")
 
 
 def profile(name: str) -> EngineProfile:
-    """The profile behind a name: ``vllm``, ``vllm-0.33``, ``vllm-0.32``, ``vllm-0.26`` or ``meshwright``.
+    """The profile behind a name: ``vllm`` (newest), ``vllm-0.32``, ``meshwright``, ...
 
     Raises:
-        InputError: the name is not known.
+        InputError: the engine or the version is not known.
     """
-    key = name.strip().lower().replace("==", "-").replace(" ", "-")
-    if key not in PROFILES:
-        key = key.removesuffix(".0")
-    if key not in PROFILES:
-        raise InputError(f"unknown engine {name[:40]!r}; known: {', '.join(PROFILES)}")
-    return PROFILES[key]
+    engine, version = split_name(name)
+    known = profiles(engine)
+    return known[version] if version is not None else next(iter(known.values()))
+
+
+def load(name: str) -> Engine:
+    """The engine behind a name, with everything it can parse and emit.
+
+    Raises:
+        InputError: the name is not known, or the engine has a profile only.
+    """
+    engine, _ = split_name(name)
+    found = getattr(import_module(FOLDERS[engine]), "ENGINE", None)
+    if found is None:
+        raise InputError(f"{engine} has a profile only; its commands cannot be read or written yet")
+    return cast(Engine, found)
 
 
 def commands(
@@ -49,4 +89,6 @@ def commands(
     """
     if profile.engine != "vllm" or not isinstance(workload, Serve):
         return ()
+    from meshwright.engines.vllm import command
+
     return command.commands(spec_name, layout, cluster, workload, settings, profile)

@@ -25,3 +25,6 @@ OWN = EngineProfile(
     ep_over=("dp", "cp", "tp"),
     moe_tp_over=("tp",),
 )
+
+#: Profiles by the short version, newest first.
+PROFILES: dict[str, EngineProfile] = {"0.1": OWN}

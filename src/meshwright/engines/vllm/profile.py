@@ -47,5 +47,5 @@ def _profile(version: str) -> EngineProfile:
     )
 
 
-#: Profiles by the short version.
-VLLM: dict[str, EngineProfile] = {version: _profile(version) for version in VERSIONS}
+#: Profiles by the short version, newest first.
+PROFILES: dict[str, EngineProfile] = {version: _profile(version) for version in VERSIONS}
