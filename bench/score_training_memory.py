@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bench.megatron_args import UndecidableError, read_case
 from bench.megatron_memory import predict
 from bench.scoring import ScoreRow
-from bench.training_models import KORTHIKANTI, deepseek, korthikanti, llama3
+from bench.training_models import KORTHIKANTI, korthikanti, named
 from meshwright.errors import MeshwrightError
 from meshwright.plan.train_activations import activations
 from meshwright.plan.train_engine import TrainEngine, engine_preset
@@ -20,7 +19,7 @@ from meshwright.plan.train_shards import stage_units, train_stages
 from meshwright.plan.train_states import states
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
-from meshwright.specs.workload import Train
+from meshwright.specs.workload import Recompute, Train
 
 GIB = 1 << 30
 Row = Mapping[str, str]
@@ -123,26 +122,31 @@ def _korthikanti(row: Row) -> float:
     return acts.parts["layers"] / GIB
 
 
+def _recompute(note: str) -> Recompute:
+    """Recomputation that a note states."""
+    if "no recompute" in note:
+        return "none"
+    return "full" if "full" in note else "selective" if "selective" in note else "none"
+
+
 def _simumax(row: Row, **constants: float) -> float:
     """Megatron-LM 0.14 on B200: bf16, ZeRO-1, flash attention, fused cross-entropy; the largest rank."""
-    layers = int(m[1]) if (m := re.search(r"cut to (\d+) layers", row["model"])) else 0
-    if "llama3" in row["model"]:
-        spec = llama3("405b" if "405b" in row["model"] else "70b", layers)
-    else:
-        spec = deepseek("v3" if "v3" in row["model"] else "v2", layers)
+    spec = named(row["model"])
     tp, ep = _int(row, "tp"), _int(row, "ep")
     layout = Layout(
         tp=tp, pp=_int(row, "pp"), dp=_int(row, "dp"), cp=_int(row, "cp"), ep=ep, etp=1 if ep > 1 else None, sp=tp > 1,
         zero=1, micro_batch=_int(row, "micro_batch"),
     )  # fmt: skip
-    work = Train(seq=_int(row, "seq"), global_batch=_int(row, "batch"))
+    work = Train(
+        seq=_int(row, "seq"), global_batch=_int(row, "batch"), recompute=_recompute(row["note"]),
+        fused_cross_entropy="_cef" in row["note"],
+    )  # fmt: skip
     return _total(spec, layout, work, engine_preset("megatron-core 0.14", **constants)) / GIB
 
 
 def _torchtitan(row: Row, **constants: float) -> float:
     """FSDP2 on H100, torch.compile, fp32 shards, bf16 computation."""
-    size = row["model"].rpartition("-")[2].lower()
-    spec = llama3(size)
+    spec = named(row["model"])
     tp, pp, cp = _int(row, "tp"), _int(row, "pp"), _int(row, "cp")
     full = "full AC" in row["note"] or "4D" in row["note"]
     batch, dp = _int(row, "micro_batch"), _int(row, "dp")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
+from meshwright.errors import InputError
 from meshwright.specs.build import decoder
+from meshwright.specs.hf.read import read_model
 from meshwright.specs.model import ModelSpec
 
 #: Llama 3: hidden, layers, heads, ffn.
@@ -30,21 +35,33 @@ def deepseek(version: str, layers: int) -> ModelSpec:
     )  # fmt: skip
 
 
-def qwen3_30b_a3b() -> ModelSpec:
-    """Qwen3-30B-A3B."""
-    return decoder(
-        name="qwen3-30b-a3b", hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn=6144, moe_ffn=768,
-        experts=128, topk=8, vocab=151936, qk_norm=True,
-    )  # fmt: skip
+def cut(spec: ModelSpec, layers: int) -> ModelSpec:
+    """The first layers of a model, its ends kept; without prediction layers."""
+    kept = tuple(
+        replace(f, layers=tuple(i for i in f.layers if i < layers))
+        for f in spec.families
+        if f.section == "decoder" and (not f.layers or min(f.layers) < layers)
+    )
+    return replace(spec, layers=spec.layers[:layers], families=kept, mtp_layers=())
 
 
-def moonlight() -> ModelSpec:
-    """Moonlight-16B-A3B."""
-    return decoder(
-        name="moonlight-16b-a3b", hidden=2048, layers=27, heads=16, head_dim=192, v_head_dim=128, kv_lora_rank=512,
-        rope_head_dim=64, ffn=11264, moe_ffn=1408, shared_ffn=2816, experts=64, topk=6, moe_layers=range(1, 27),
-        vocab=163840, router_bias=True,
-    )  # fmt: skip
+def named(text: str) -> ModelSpec:
+    """A model as the tables call it: ``llama3_70b cut to 12 layers``, ``Llama-3.1-8B``, else an atlas name.
+
+    Raises:
+        InputError: no such model.
+    """
+    found = re.search(r"cut to (\d{1,3}) layers", text)
+    layers = int(found[1]) if found else None
+    name = text.partition(" cut to")[0].strip().lower().replace("_", "-")
+    size = re.fullmatch(r"(?:llama-?3(?:\.1)?)-(8b|70b|405b)", name)
+    if size:
+        return llama3(size[1], layers)
+    version = re.fullmatch(r"deepseek-?(v2|v3)", name)
+    if version and layers:
+        return deepseek(version[1], layers)
+    spec = read_model(name, allow_online=False)
+    return cut(spec, layers) if layers else spec
 
 
 #: Korthikanti et al., Table 3: layers, hidden, heads, sequence.
@@ -52,10 +69,13 @@ KORTHIKANTI: dict[str, tuple[int, int, int, int]] = {
     "megatron-22B": (48, 6144, 64, 2048),
     "gpt3-175B": (96, 12288, 96, 2048),
     "turing-530B": (105, 20480, 128, 2048),
+    "gpt-1T": (128, 25600, 160, 2048),
 }
 
 
 def korthikanti(name: str) -> ModelSpec:
     """A model of Korthikanti et al. without embedding and biases (the paper's 12 L h^2 parameters)."""
+    if name not in KORTHIKANTI:
+        raise InputError(f"{name[:40]!r} is none of {', '.join(KORTHIKANTI)}")
     layers, hidden, heads, _ = KORTHIKANTI[name]
     return decoder(name=name, hidden=hidden, layers=layers, heads=heads, gated=False, vocab=0, norm_bias=True)

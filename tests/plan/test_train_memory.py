@@ -46,6 +46,12 @@ def test_every_stage_has_a_row_and_its_terms() -> None:
     assert memory.fits
 
 
+def test_chunks_without_a_schedule_are_interleaved() -> None:
+    work = Train(seq=1024, global_batch=64)
+    named, bare = (_memory(f"pp=4,virtual=2{tail}", work) for tail in (",schedule=interleaved", ""))
+    assert named == TrainMemory(bare.ranks, named.notes)
+
+
 def test_few_stages_hold_the_worst_one() -> None:
     layout = parse_layout("pp=8,dp=2")
     every = train_memory(LLAMA, layout, CLUSTER, Train(seq=1024, global_batch=64))

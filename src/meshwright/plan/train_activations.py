@@ -212,7 +212,8 @@ def activations(spec: ModelSpec, stage: TrainStage, layout: Layout, work: Train,
     pairs = [chunk_bytes(spec, chunk, s, layout, work) for chunk in stage.chunks]
     micro = max(1, work.global_batch // max(1, layout.dp * layout.micro_batch))
     group = engine.microbatch_group or layout.pp
-    held = peak_held([kept for kept, _ in pairs], layout.schedule, stage.index, layout.pp, micro, group)
+    schedule = "interleaved" if layout.schedule == "1f1b" and len(pairs) > 1 else layout.schedule
+    held = peak_held([kept for kept, _ in pairs], schedule, stage.index, layout.pp, micro, group)
     layers = sum(n * kept for n, (kept, _) in zip(held, pairs, strict=True))
     if work.offload == "activations":
         layers -= round(layers * engine.offload_fraction)
