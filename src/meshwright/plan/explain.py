@@ -108,6 +108,10 @@ def _split_reason(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Re
             "token reads fewer bytes on each"
         )
         return Reason("latency", text, numbers)
+    if facts.weights_bytes > device:
+        return Reason(
+            "capacity", f"capacity: {whole} do not fit one device's {gib(device)}, and nothing is split", numbers
+        )
     text = f"throughput: {whole} fit one device's {gib(device)}, so nothing is split and the devices hold replicas"
     return Reason("throughput", text, numbers)
 

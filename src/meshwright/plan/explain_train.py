@@ -16,8 +16,10 @@ STATES = {
 }
 
 
-def explain_train(spec: ModelSpec, cluster: Cluster, work: Train, chosen: Candidate) -> tuple[Reason, ...]:
-    """Reasons of the chosen (or given) layout, most important first."""
+def explain_train(
+    spec: ModelSpec, cluster: Cluster, work: Train, chosen: Candidate, recompute_fixed: bool = False
+) -> tuple[Reason, ...]:
+    """Reasons of the chosen (or given) layout, most important first; ``recompute_fixed``: the user named the mode."""
     layout = chosen.layout
     out = [_capacity(spec, cluster, work, chosen)]
     if layout.tp > 1:
@@ -42,8 +44,12 @@ def explain_train(spec: ModelSpec, cluster: Cluster, work: Train, chosen: Candid
         )
         out.append(Reason("experts_parallel", text, {"ep": float(layout.ep)}))
     if work.recompute != "none":
-        text = f"{work.recompute} recompute: without it the activations of the fullest rank do not fit beside the rest"
-        out.append(Reason("recompute", text, {}))
+        why = (
+            "as asked"
+            if recompute_fixed
+            else "without it the activations of the fullest rank do not fit beside the rest"
+        )
+        out.append(Reason("recompute", f"{work.recompute} recompute: {why}", {}))
     out.append(_bound(cluster, work, chosen))
     return tuple(out)
 

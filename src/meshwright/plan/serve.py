@@ -13,6 +13,7 @@ from meshwright.plan.memory import ServeMemory
 from meshwright.plan.plan import Alternative, Candidate, Motive, Plan, Rejected
 from meshwright.plan.serve_memory import resolve_settings, serve_memory
 from meshwright.plan.verdict import given_verdict, nothing_works, serve_verdict
+from meshwright.specs.checks import dp_does_not_cure
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout, product
 from meshwright.specs.model import ModelSpec
@@ -302,6 +303,8 @@ def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: 
     broken = [r for r in rules if r.severity == "illegal"]
     chosen = None if broken else ctx.evaluate(layout, rules)
     fits = chosen is not None and chosen.fits
+    if chosen is not None and not fits:
+        rules += copies_do_not_cure(chosen)
     ordered = [c for c in choose(ctx, works) if c.layout != layout]
     head = [chosen, *ordered] if chosen is not None and fits else ordered
     others = alternatives(ctx, head) if chosen is not None and fits else _better(ordered)
@@ -325,6 +328,18 @@ def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: 
         rejected=tuple(thin((r for r in rejected if r.layout != layout), MAX_REJECTED)),
         settings=ctx.settings,
     )
+
+
+def copies_do_not_cure(candidate: Candidate) -> tuple[Rule, ...]:
+    """A warning where replicas are asked to cure weights that do not fit; see ``specs.checks.dp_does_not_cure``.
+
+    Requests are shared out over replicas, so a cache that does not fit is no such case; nor are experts laid over dp.
+    """
+    layout, worst = candidate.layout, candidate.memory.worst
+    if joint_ranks(candidate) != layout.tp * layout.pp * layout.cp:
+        return ()
+    found = dp_does_not_cure(layout, worst.total_bytes - worst.kv_cache_bytes, worst.capacity_bytes)
+    return tuple(replace(rule, severity="unwise") for rule in found)
 
 
 def _better(ordered: list[Candidate]) -> tuple[Alternative, ...]:

@@ -14,6 +14,7 @@ from meshwright.plan.train_cost import train_cost
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.train_memory import train_memory
 from meshwright.plan.verdict import given_training, no_training, train_verdict
+from meshwright.specs.checks import dp_does_not_cure
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
@@ -100,7 +101,7 @@ def plan_train(
         fits=True,
         chosen=chosen,
         rules=chosen.rules,
-        reasons=explain_train(spec, cluster, _train_of(chosen), chosen),
+        reasons=explain_train(spec, cluster, _train_of(chosen), chosen, recompute_fixed),
         alternatives=alternatives(chosen, works),
         rejected=tuple(thin(rejected, MAX_REJECTED)),
     )
@@ -255,6 +256,12 @@ def _given(ctx: TrainContext, layout: Layout, works: list[Candidate], rejected: 
     chosen = None if broken else ctx.evaluate(layout, mode_that_fits(ctx, layout), rules)
     work = _train_of(chosen) if chosen is not None else ctx.work
     fits = chosen is not None and chosen.fits
+    if chosen is not None and not fits and ctx.spec.moe is None:
+        worst = chosen.memory.worst
+        states = worst.weights_bytes + worst.gradients_bytes + (0 if layout.zero else worst.optimizer_bytes)
+        found = dp_does_not_cure(layout, states, worst.capacity_bytes)
+        cure = "spread the states with zero=3, or give the devices to tp or pp"
+        rules += tuple(replace(rule, severity="unwise", way_out=cure) for rule in found)
     others = alternatives(chosen, works) if chosen is not None and fits else _better(works)
     return Plan(
         kind="train",
@@ -269,7 +276,7 @@ def _given(ctx: TrainContext, layout: Layout, works: list[Candidate], rejected: 
         fits=fits,
         chosen=chosen,
         rules=rules,
-        reasons=explain_train(ctx.spec, ctx.cluster, work, chosen) if chosen else (),
+        reasons=explain_train(ctx.spec, ctx.cluster, work, chosen, ctx.recompute_fixed) if chosen else (),
         alternatives=others,
         rejected=tuple(thin((r for r in rejected if r.layout != layout), MAX_REJECTED)),
     )

@@ -23,7 +23,8 @@ MOTIVES = {
 
 def asked(workload: Serve) -> str:
     """``"32 requests of 8,000 + 500 tokens"``."""
-    count = "requests" if workload.concurrency is None else f"{workload.concurrency:,} requests"
+    n = workload.concurrency
+    count = "requests" if n is None else "one request" if n == 1 else f"{n:,} requests"
     return f"{count} of {workload.isl:,} + {workload.osl:,} tokens"
 
 

@@ -88,7 +88,7 @@ def _card(candidate: Candidate, row: RankMemory) -> str:
     if candidate.layout.ep > 1:
         axes.append(f"ep {c.ep}")
     lines = [f"{word} {text}" for word, text in slices(candidate.placement, c).items()]
-    title = f"rank {row.rank}" + (f" and {row.ranks - 1:,} alike" if row.ranks > 1 else "")
+    title = f"rank {row.rank}" + (f" and {row.ranks - 1:,} like it" if row.ranks > 1 else "")
     colour = STAGE_COLOURS[c.pp % len(STAGE_COLOURS)]
     parts = "<br>".join(escape(line) for line in [", ".join(axes) or "the only rank", *lines, gib(row.total_bytes)])
     return f'<div class="rank" style="background:{colour}"><b>{escape(title)}</b>{parts}</div>'
@@ -112,7 +112,7 @@ def _rank_table(plan: Plan, rows: Sequence[RankMemory]) -> str:
     head = ["GiB", *(label for _, label in terms), "total", "limit", "left"]
     body = []
     for r in rows:
-        name = f"rank {r.rank}" if r.ranks == 1 else f"rank {r.rank} and {r.ranks - 1:,} alike"
+        name = f"rank {r.rank}" if r.ranks == 1 else f"rank {r.rank} and {r.ranks - 1:,} like it"
         values = [r.term(term) for term, _ in terms]
         values += [r.total_bytes, r.capacity_bytes, r.capacity_bytes - r.total_bytes]
         body.append([name, *(f"{v / GIB:,.2f}" for v in values)])
@@ -126,7 +126,7 @@ def _choices(plan: Plan) -> str:
             (product(a.candidate.layout), gib(a.candidate.memory.worst.total_bytes), a.lost_by)
             for a in plan.alternatives
         ]
-        parts.append("<h2>Other layouts that work</h2>" + _table(("layout", "worst rank", "lost by"), rows, (2,)))
+        parts.append("<h2>Other layouts that work</h2>" + _table(("layout", "worst rank", "compared"), rows, (2,)))
     if plan.rejected:
         rejected = [(product(r.layout), r.reason) for r in plan.rejected]
         parts.append("<h2>Rejected</h2>" + _table(("layout", "because"), rejected, (1,)))

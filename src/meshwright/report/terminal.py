@@ -44,7 +44,7 @@ def _number(nbytes: int) -> str:
 def _where(row: RankMemory) -> str:
     c = row.coordinate
     places = [f"{axis} {value}" for axis, value in (("dp", c.dp), ("pp", c.pp), ("cp", c.cp), ("tp", c.tp)) if value]
-    ranks = f"rank {row.rank}" if row.ranks == 1 else f"rank {row.rank} and {row.ranks - 1:,} alike"
+    ranks = f"rank {row.rank}" if row.ranks == 1 else f"rank {row.rank} and {row.ranks - 1:,} like it"
     return f"{ranks} ({', '.join(places)})" if places else ranks
 
 
@@ -84,7 +84,7 @@ def _capacity_line(memory: ServeMemory) -> str:
 
 
 def _alternatives(rows: Iterable[Alternative], kind: str) -> Table:
-    made = table("Other layouts that work", "worst rank", "left", "lost by")
+    made = table("Other layouts that work", "worst rank", "left", "compared")
     made.columns[3].justify = "left"
     made.columns[3].no_wrap = False
     for alternative in rows:
@@ -104,7 +104,8 @@ def show_plan(plan: Plan, out: Console | None = None) -> None:
     out.print(escape(plan.verdict), style="bold green" if plan.ok else "bold red")
     for rule in plan.rules:
         where = f" ({rule.where})" if rule.where else ""
-        out.print(escape(f"{rule.severity}: {rule.message}{where}; {rule.way_out}"))
+        said = f"{rule.severity}: {rule.message}{where}"
+        out.print(escape(f"way out: {rule.way_out}" if said == plan.verdict else f"{said}; {rule.way_out}"))
     if plan.chosen is not None:
         out.print()
         out.print(memory_table(plan, plan.chosen))
