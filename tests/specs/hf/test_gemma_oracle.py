@@ -63,6 +63,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4 experts": ("gemma4_text", GEMMA4_MOE),
     "gemma4 small": ("gemma4_text", GEMMA4_SMALL),
+    "gemma4 unified": ("gemma4_unified_text", GEMMA4 | {"hidden_size_per_layer_input": 0}),
 }
 
 

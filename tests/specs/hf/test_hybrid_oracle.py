@@ -119,6 +119,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "conv", "full_attention"],
         },
     ),
+    "lfm3": (
+        "lfm3",
+        BASE
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+            "head_dim": 10,
+            "conv_bias": True,
+        },
+    ),
+    "lfm3 plain": (
+        "lfm3",
+        BASE
+        | {
+            "num_hidden_layers": 1,
+            "layer_types": ["full_attention"],
+            "head_dim": 10,
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+        },
+    ),
     "qwen3_next": ("qwen3_next", BASE | LINEAR | MOE | {"num_hidden_layers": 4, "head_dim": 10}),
     "qwen3_5": ("qwen3_5_text", BASE | LINEAR | {"num_hidden_layers": 4, "head_dim": 10}),
     "qwen3_5_moe": ("qwen3_5_moe_text", BASE | LINEAR | MOE | {"num_hidden_layers": 4, "head_dim": 10}),

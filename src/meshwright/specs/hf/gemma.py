@@ -215,7 +215,7 @@ def _global(f: Fields, b: Base) -> Attention:
     return replace(b.attention, kv_heads=kv or b.attention.kv_heads, head_dim=wide, v_head_dim=wide)
 
 
-@architecture("Gemma4ForCausalLM", "gemma4_text")
+@architecture("Gemma4ForCausalLM", "gemma4_text", "Gemma4UnifiedForCausalLM", "gemma4_unified_text")
 def gemma4(f: Fields, dtype: str) -> Parts:
     """Gemma 4 text: full layers have wider, fewer KV heads (and keys as values in the large sizes)."""
     b = _base(f, GEMMA4)

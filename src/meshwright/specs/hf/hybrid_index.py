@@ -22,6 +22,8 @@ HYBRID_MODULES: dict[str, tuple[str, ...]] = {
         "gemma3n_text",
         "Gemma4ForCausalLM",
         "gemma4_text",
+        "Gemma4UnifiedForCausalLM",
+        "gemma4_unified_text",
     ),
     "hybrid": (
         "BambaForCausalLM",
@@ -34,7 +36,7 @@ HYBRID_MODULES: dict[str, tuple[str, ...]] = {
         "granitemoehybrid",
     ),
     "kimi_linear": ("KimiLinearForCausalLM", "kimi_linear"),
-    "lfm": ("Lfm2ForCausalLM", "lfm2", "Lfm2MoeForCausalLM", "lfm2_moe"),
+    "lfm": ("Lfm2ForCausalLM", "lfm2", "Lfm2MoeForCausalLM", "lfm2_moe", "Lfm3ForCausalLM", "lfm3"),
     "linear": (
         "MiniMaxForCausalLM",
         "minimax",
