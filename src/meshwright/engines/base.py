@@ -37,8 +37,9 @@ class Flag:
         aliases: other spellings (``-tp``).
         takes: ``value``, ``switch`` (no value), ``optional`` (value may be left out), ``list`` (one or more values).
         type: ``int``, ``float``, ``str``, ``bool``, ``json``, ``choice``.
-        choices: allowed values of a choice.
+        choices: allowed values of a choice; words that an int or float takes beside numbers (``auto``).
         default: as text, None when the engine decides.
+        suffixes: an int that also takes ``1k`` (1,000), ``1K`` (1,024), ``25.6k``.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Flag:
     type: Literal["int", "float", "str", "bool", "json", "choice"] = "str"
     choices: tuple[str, ...] = ()
     default: str | None = None
+    suffixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class FlagTable:
         flags: every flag of the launcher.
         prefixes: the parser accepts unambiguous prefixes of long flags (argparse ``allow_abbrev``).
         removed: flags of earlier versions -> what to use instead (empty: nothing).
+        underscores: the parser takes ``--a_b`` for ``--a-b``.
+        dotted: the parser takes ``--a.b=c`` for a field of the JSON flag ``--a``.
     """
 
     engine: str
@@ -67,6 +71,8 @@ class FlagTable:
     flags: tuple[Flag, ...]
     prefixes: bool = True
     removed: Mapping[str, str] = field(default_factory=dict)
+    underscores: bool = False
+    dotted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
