@@ -131,8 +131,8 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
 
 
 def _layout(row: Mapping[str, str]) -> Layout:
-    degrees = {axis: int(row[axis]) for axis in ("tp", "pp", "dp", "ep") if row.get(axis)}
-    return Layout(**degrees)
+    tp, pp, dp, ep = (int(row.get(axis) or 1) for axis in ("tp", "pp", "dp", "ep"))
+    return Layout(tp=tp, pp=pp, dp=dp, ep=ep)
 
 
 def _figure(metric: str, memory: ServeMemory, row: Mapping[str, str]) -> float | None:
