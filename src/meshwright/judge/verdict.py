@@ -1,0 +1,309 @@
+"""From an Invocation to a verdict: will it start, does it fit, is it wise, and the mended command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from meshwright.engines.base import Engine, Invocation, Request
+from meshwright.errors import InputError
+from meshwright.plan.memory import ServeMemory
+from meshwright.plan.plan import Candidate, Plan
+from meshwright.plan.serve import ServeContext, plan_serve
+from meshwright.plan.serve_memory import resolve_settings
+from meshwright.plan.train import plan_train
+from meshwright.plan.train_engine import TrainEngine, engine_preset
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.command import Command
+from meshwright.specs.layout import Layout, product
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.profile import EngineProfile, ServeSettings
+from meshwright.specs.rules import Rule
+from meshwright.specs.units import gib
+from meshwright.specs.workload import Serve, Train
+
+#: Suggestions that are counted in full.
+MAX_SUGGESTIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A layout that would start, with what it holds."""
+
+    layout: Layout
+    text: str
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer of ``check`` about one command or configuration.
+
+    Attributes:
+        verdict: the first line.
+        starts: the engine would start with it (rules hold, and one request of the stated context fits).
+        invocation: what was understood.
+        plan: memory, rules and alternatives, as ``plan`` gives them.
+        prefill: the same of the prefill side where the command splits the two.
+        suggestions: layouts that start, nearest first.
+        mended: the command with the first suggestion in it.
+        unwise: sentences on what works and wastes something.
+        misleading: engine log lines that say something else than they seem to, with what they mean.
+    """
+
+    verdict: str
+    starts: bool
+    invocation: Invocation
+    plan: Plan
+    prefill: Plan | None = None
+    suggestions: tuple[Suggestion, ...] = ()
+    mended: tuple[Command, ...] = ()
+    unwise: tuple[str, ...] = ()
+    misleading: tuple[tuple[str, str], ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Exit code 0: it starts, also when something is unwise."""
+        return self.starts
+
+
+def judge(
+    engine: Engine, invocation: Invocation, spec: ModelSpec, cluster: Cluster, workload: Serve | Train | None = None
+) -> Verdict:
+    """Judge what was understood.
+
+    Args:
+        engine: whose command it is.
+        invocation: what it asks for.
+        spec: the model.
+        cluster: where it would run.
+        workload: lengths and batch that the user adds to what the command states; None: the command's own.
+
+    Raises:
+        InputError: the engine neither serves nor trains what is asked.
+    """
+    profile = engine.profile(invocation.version)
+    asked = workload or invocation.workload
+    if isinstance(asked, Serve):
+        return _judge_serving(engine, invocation, spec, cluster, asked, profile)
+    return _judge_training(invocation, spec, cluster, asked, profile)
+
+
+def _findings(invocation: Invocation, plan: Plan) -> tuple[list[Rule], list[Rule]]:
+    """Illegal and unwise, those of the command itself first."""
+    rules = [*invocation.findings, *plan.rules]
+    return [r for r in rules if r.severity == "illegal"], [r for r in rules if r.severity == "unwise"]
+
+
+def sentence(rule: Rule) -> str:
+    """``message (where); way out``."""
+    where = f" ({rule.where})" if rule.where else ""
+    return f"{rule.message}{where}; {rule.way_out}"
+
+
+def _judge_serving(
+    engine: Engine, invocation: Invocation, spec: ModelSpec, cluster: Cluster, work: Serve, profile: EngineProfile
+) -> Verdict:
+    settings = invocation.settings or ServeSettings()
+    plan = plan_serve(spec, cluster, work, profile, settings, invocation.layout)
+    prefill = None
+    if invocation.prefill is not None:
+        prefill = plan_serve(spec, cluster, work, profile, settings, invocation.prefill)
+    illegal, unwise = _findings(invocation, plan)
+    starts = not illegal and plan.fits and (prefill is None or prefill.ok)
+    suggestions: tuple[Suggestion, ...] = ()
+    mended: tuple[Command, ...] = ()
+    if not starts:
+        suggestions = _suggest(spec, cluster, work, profile, settings, plan, illegal)
+        mended = _mend(engine, invocation, cluster, work, profile, settings, suggestions)
+    return Verdict(
+        verdict=_serving_line(invocation, work, plan, prefill, illegal),
+        starts=starts,
+        invocation=invocation,
+        plan=plan,
+        prefill=prefill,
+        suggestions=suggestions,
+        mended=mended,
+        unwise=tuple(sentence(r) for r in unwise),
+        misleading=misleading(spec, invocation, plan),
+    )
+
+
+def _serving_line(
+    invocation: Invocation, work: Serve, plan: Plan, prefill: Plan | None, illegal: Sequence[Rule]
+) -> str:
+    if illegal:
+        first = illegal[0]
+        return f"will not start: {first.message}" + (f" ({first.where})" if first.where else "")
+    if prefill is not None and not prefill.ok:
+        return f"will not start: prefill side: {prefill.verdict}"
+    assert plan.chosen is not None
+    memory, worst = plan.chosen.memory, plan.chosen.memory.worst
+    assert isinstance(memory, ServeMemory)
+    name = product(invocation.layout)
+    if not plan.fits:
+        fixed = worst.total_bytes - worst.kv_cache_bytes
+        if fixed >= worst.capacity_bytes:
+            return (
+                f"will not start: {name} puts {gib(worst.weights_bytes)} of weights on rank {worst.rank}, with "
+                f"activations and runtime {gib(fixed)} of the {gib(worst.capacity_bytes)} the engine may use"
+            )
+        return (
+            f"will not start: one request of {work.context:,} tokens needs {gib(memory.needed_bytes)} of KV cache, "
+            f"{gib(memory.kv_pool_bytes)} are left; the longest that fits has {memory.longest_context:,} tokens"
+        )
+    return (
+        f"will start: {name}, {gib(worst.weights_bytes)} of weights a rank, KV cache of {memory.kv_cache_tokens:,} "
+        f"tokens, {memory.max_requests:,} requests of {work.context:,} tokens at once"
+    )
+
+
+def _suggest(
+    spec: ModelSpec,
+    cluster: Cluster,
+    work: Serve,
+    profile: EngineProfile,
+    settings: ServeSettings,
+    plan: Plan,
+    illegal: Sequence[Rule],
+) -> tuple[Suggestion, ...]:
+    """The nearest legal layouts, then layouts that fit, each with what it holds."""
+    near = [n for rule in illegal for n in rule.nearest]
+    layouts = [*near, *(a.candidate.layout for a in plan.alternatives)]
+    resolved = resolve_settings(settings, profile, cluster, work)
+    context = ServeContext(spec, cluster, work, profile, resolved)
+    out: list[Suggestion] = []
+    for layout in dict.fromkeys(layouts):
+        if any(r.severity == "illegal" for r in profile.check(spec, layout, cluster, work)):
+            continue
+        out.append(_suggestion(context.evaluate(layout), cluster))
+        if sum(s.fits for s in out) >= MAX_SUGGESTIONS:
+            break
+    out.sort(key=lambda s: not s.fits)
+    return tuple(out[:MAX_SUGGESTIONS])
+
+
+def _suggestion(candidate: Candidate, cluster: Cluster) -> Suggestion:
+    worst, memory = candidate.memory.worst, candidate.memory
+    assert isinstance(memory, ServeMemory)
+    sizes = [len(s.layers) for s in candidate.placement.stages]
+    stages = f", stages of {', '.join(map(str, sizes))} layers" if len(sizes) > 1 else ""
+    text = (
+        f"{product(candidate.layout)} ({gib(worst.weights_bytes)} of weights a device of "
+        f"{cluster.device.memory_bytes / 2**30:.1f}, {memory.kv_cache_tokens:,} KV tokens{stages})"
+    )
+    if not candidate.fits:
+        text += " starts only with a shorter context or more devices"
+    return Suggestion(candidate.layout, text, candidate.fits)
+
+
+def _mend(
+    engine: Engine,
+    invocation: Invocation,
+    cluster: Cluster,
+    work: Serve,
+    profile: EngineProfile,
+    settings: ServeSettings,
+    suggestions: Sequence[Suggestion],
+) -> tuple[Command, ...]:
+    """The engine's command for the first suggestion that fits; empty when there is none."""
+    best = next((s for s in suggestions if s.fits), None)
+    if best is None or invocation.model is None:
+        return ()
+    request = Request(
+        model=invocation.model,
+        layout=best.layout,
+        cluster=cluster,
+        workload=work,
+        settings=resolve_settings(settings, profile, cluster, work),
+    )
+    try:
+        return engine.emit(request, invocation.version).commands
+    except InputError:
+        return ()
+
+
+def misleading(spec: ModelSpec, invocation: Invocation, plan: Plan) -> tuple[tuple[str, str], ...]:
+    """Lines that the engine will print and that say something else than they seem to."""
+    layout, out = invocation.layout, []
+    if invocation.engine == "vllm" and layout.pp > 1:
+        world = layout.tp * layout.pp * layout.cp
+        out.append(
+            (
+                f"Tensor parallel size ({world}) exceeds available GPUs",
+                f"{world} is the world size, TP {layout.tp} x PP {layout.pp}; the tensor parallel size is {layout.tp}",
+            )
+        )
+        out.append(
+            (
+                "GPU KV cache size: N tokens",
+                "every stage holds the layers it has for these N tokens; the stage with the fewest blocks decides",
+            )
+        )
+    if invocation.engine == "vllm" and any(layer.recurrent or _limited(layer) for layer in spec.layers):
+        out.append(
+            (
+                "GPU KV cache size: N tokens",
+                "layers of several kinds share the pool: N is maximum concurrency x context length, not bytes divided "
+                "by bytes a token",
+            )
+        )
+    return tuple(out) if plan.chosen is not None else ()
+
+
+def _limited(layer: object) -> bool:
+    attention = getattr(layer, "attention", None)
+    return attention is not None and attention.reach is not None
+
+
+def train_engine(invocation: Invocation) -> TrainEngine:
+    """The memory options of a training command: its preset with what the command changes.
+
+    Raises:
+        InputError: an option that ``TrainEngine`` does not have (a mistake of an engine folder).
+    """
+    options = dict(invocation.train_options)
+    preset = str(options.pop("preset", "torch"))
+    return engine_preset(preset, **options)
+
+
+def _judge_training(
+    invocation: Invocation, spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
+) -> Verdict:
+    engine = train_engine(invocation)
+    plan = plan_train(spec, cluster, work, profile, engine, invocation.layout, recompute_fixed=True)
+    illegal, unwise = _findings(invocation, plan)
+    suggestions = tuple(
+        Suggestion(a.candidate.layout, f"{product(a.candidate.layout)} ({a.lost_by})", True) for a in plan.alternatives
+    )[:MAX_SUGGESTIONS]
+    if illegal:
+        first = illegal[0]
+        line = f"will not start: {first.message}" + (f" ({first.where})" if first.where else "")
+    else:
+        assert plan.chosen is not None
+        worst = plan.chosen.memory.worst
+        word = "will start" if plan.fits else "will run out of memory"
+        line = (
+            f"{word}: {product(invocation.layout)}, rank {worst.rank} takes {gib(worst.total_bytes)} of "
+            f"{gib(worst.capacity_bytes)}"
+        )
+    return Verdict(
+        verdict=line,
+        starts=not illegal and plan.fits,
+        invocation=invocation,
+        plan=plan,
+        suggestions=() if plan.ok and not illegal else suggestions,
+        unwise=tuple(sentence(r) for r in unwise),
+    )
+
+
+def with_lengths(
+    workload: Serve | Train, spec: ModelSpec, isl: int | None, osl: int | None, requests: int | None
+) -> Serve | Train:
+    """The command's workload with the lengths that the user added; the context defaults to the model's own limit."""
+    if isinstance(workload, Train):
+        return workload
+    context = workload.max_model_len or spec.max_positions or None
+    if isl is not None or osl is not None:
+        workload = replace(workload, isl=isl or workload.isl, osl=osl or workload.osl)
+    return replace(workload, max_model_len=context, concurrency=requests or workload.concurrency)
