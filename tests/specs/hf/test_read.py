@@ -100,7 +100,47 @@ def test_atlas_names_in_any_case(ref: str, hidden: int) -> None:
     assert spec.source.startswith("atlas ")
 
 
-@pytest.mark.parametrize("ref", ["llama-3.2-70b", "Llama-3.2-70B", "qwen3-33b", "gpt5"])
+@pytest.mark.parametrize(
+    ("ref", "entry"),
+    [
+        ("Qwen3_30B_a3B", "qwen3-30b-a3b"),
+        ("LLAMA3.1_405B", "llama-3.1-405b"),
+        ("GPT OSS 120B", "gpt-oss-120b"),
+        ("DeepSeekV3", "deepseek-v3"),
+        ("Nemotron_3_Super", "nemotron-3-super-120b-a12b"),
+    ],
+)
+def test_other_spellings(ref: str, entry: str) -> None:
+    assert read_model(ref).families == read_model(entry).families
+    assert read_model(ref).assumptions == read_model(entry).assumptions
+
+
+@pytest.mark.parametrize("ref", ["unsloth/Llama-3.1-8B", "someone/llama-3.1-8b-instruct-hf", "llama-3.1-8b-hf"])
+def test_repositories_of_others_are_taken_for_what_their_name_says_and_that_is_said(ref: str) -> None:
+    spec = read_model(ref)
+    assert spec.families == read_model("llama-3.1-8b").families
+    assert spec.assumptions == (f"{ref} is taken to have the tensors of the atlas entry llama-3.1-8b",)
+
+
+def test_the_hub_cache_wins_over_a_similar_name(empty_cache: Path) -> None:
+    repo = empty_cache / "models--acme--llama-3.1-8b"
+    put(repo / "snapshots" / "abc")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc")
+    assert read_model("acme/llama-3.1-8b").parameters() == PARAMETERS
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        "Llama-3.2-70B-Instruct",
+        "meta-llama/Llama-3.2-70B-Instruct",
+        "llama-3.2-70b",
+        "Llama-3.2-70B",
+        "qwen3-33b",
+        "gpt5",
+    ],
+)
 def test_unknown_names_are_refused(ref: str) -> None:
     with pytest.raises(InputError) as error:
         read_model(ref)

@@ -8,6 +8,7 @@ file whose configuration is taken first. Loading one model reads the index and o
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,37 @@ def aliases(name: str) -> tuple[str, ...]:
 
 
 def find(name: str) -> str | None:
-    """The entry that ``name`` (a name or alias, in any case) stands for, or None."""
-    return _by_name().get(name.strip().lower())
+    """The entry that ``name`` stands for, or None: a name or alias in any case, words joined by anything."""
+    wanted = name.strip().lower()
+    return _by_name().get(wanted) or (_by_spelling().get(_letters(wanted)) if "/" not in wanted else None)
+
+
+def similar(name: str) -> str | None:
+    """The entry whose architecture a repository most likely has: of another owner, or tuned (``-instruct``)."""
+    repository = name.strip().lower().rpartition("/")[2]
+    found = find(repository)
+    while found is None and (shorter := _TUNED.sub("", repository)) != repository:
+        repository = shorter
+        found = find(repository)
+    return found
+
+
+#: What the name of a tuned or converted checkpoint ends in; its tensors are those of the base model.
+_TUNED = re.compile(r"[-_](?:instruct|chat|it|hf|base|pt|bf16|fp16)$")
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name)
+
+
+@cache
+def _by_spelling() -> dict[str, str]:
+    """Name without hyphens and blanks -> name of the entry; spellings of two entries are left out."""
+    found: dict[str, set[str]] = {}
+    for known, name in _by_name().items():
+        if "/" not in known:
+            found.setdefault(_letters(known), set()).add(name)
+    return {spelling: names.pop() for spelling, names in found.items() if len(names) == 1}
 
 
 def near(name: str, count: int = 4) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from meshwright.errors import InputError
@@ -29,7 +30,8 @@ def read_model(ref: str, *, allow_online: bool = True) -> ModelSpec:
         InputError: nothing is found under the name, or the configuration is unreadable or contradictory.
     """
     found = resolve(ref, allow_online=allow_online)
-    return model_from_config(found.config, found.name, found.where, found.hf_quant, source=found.source)
+    spec = model_from_config(found.config, found.name, found.where, found.hf_quant, source=found.source)
+    return replace(spec, assumptions=(found.note, *spec.assumptions)) if found.note else spec
 
 
 def model_from_config(

@@ -31,13 +31,14 @@ _REVISION = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A configuration, what to call it, and where it came from."""
+    """A configuration, what to call it, where it came from, and what had to be assumed to find it."""
 
     config: Mapping[str, Any]
     hf_quant: Mapping[str, Any] | None
     name: str
     where: str
     source: str
+    note: str = ""
 
 
 def resolve(ref: str, *, allow_online: bool = True) -> Found:
@@ -53,15 +54,21 @@ def resolve(ref: str, *, allow_online: bool = True) -> Found:
         return _from_path(path, ref)
     if ref.startswith((".", "/", "~")) or ref.endswith(".json"):
         raise InputError(f"{_short(ref)}: no such file or directory")
-    if atlas.find(ref) is not None:
-        name, config, hf_quant, source = atlas.load(ref)
-        return Found(config, hf_quant, ref, ref, f"atlas {name}: {source}")
-    if _HUB_ID.fullmatch(ref) and ".." not in ref:
-        if (snapshot := _cached_snapshot(ref)) is not None:
-            return _from_path(snapshot, ref)
-        if allow_online and not _offline():
-            return _from_hub(ref)
+    if (entry := atlas.find(ref)) is not None:
+        return _from_atlas(entry, ref)
+    hub_id = _HUB_ID.fullmatch(ref) is not None and ".." not in ref
+    if hub_id and (snapshot := _cached_snapshot(ref)) is not None:
+        return _from_path(snapshot, ref)
+    if (hub_id or "/" not in ref) and (entry := atlas.similar(ref)) is not None:
+        return _from_atlas(entry, ref, note=f"{ref} is taken to have the tensors of the atlas entry {entry}")
+    if hub_id and allow_online and not _offline():
+        return _from_hub(ref)
     raise _unknown(ref)
+
+
+def _from_atlas(entry: str, ref: str, note: str = "") -> Found:
+    name, config, hf_quant, source = atlas.load(entry)
+    return Found(config, hf_quant, ref, ref, f"atlas {name}: {source}", note)
 
 
 def parse(data: bytes, where: str) -> Mapping[str, Any]:
@@ -225,7 +232,7 @@ def _fetch(ref: str, file: str, deadline: float) -> bytes | None:
         reason = getattr(error, "reason", None) or error
         raise InputError(
             f"{ref}: not in the atlas and not in the local hub cache, and {HUB} cannot be reached "
-            f"({str(reason)[:80]}){_near(ref)}"
+            f"({str(reason)[:80]}){_near(ref)}; see `meshwright plan --models`"
         ) from None
 
 
