@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from meshwright.cli.check import check
 from meshwright.cli.plan import plan_app
 from meshwright.errors import MeshwrightError
 from meshwright.version import VERSION
@@ -20,6 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(plan_app, name="plan")
+app.command("check")(check)
 
 
 def _version(show: bool) -> None:

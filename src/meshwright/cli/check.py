@@ -1,0 +1,83 @@
+"""``meshwright check``: the command, configuration or boot log you already have, judged before it starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+from meshwright.cli.parse import in_range
+from meshwright.errors import InputError
+
+MAX_TOKENS = 1 << 24
+
+_WORDS = typer.Argument(
+    None, help="A configuration file or boot log; or behind -- the command to judge.", metavar="[FILE] [-- COMMAND]"
+)
+_PLAN = typer.Option(None, "--plan", help="A plan written by plan --json, to hold a boot log against.")
+_SAVE = typer.Option(None, "--save", help="Write what a boot log printed as a calibration.")
+
+
+def check(
+    words: list[str] = _WORDS,
+    on: str = typer.Option("here", "--on", help="NODESxDEVICESxKIND@LINK, a TOML file, or 'here' (this machine)."),
+    model: str | None = typer.Option(None, "--model", help="The model, where the command does not name it."),
+    engine: str | None = typer.Option(None, "--engine", help="Whose command it is, with a version: vllm-0.26."),
+    plan: Path | None = _PLAN,
+    save: Path | None = _SAVE,
+    isl: int | None = typer.Option(None, "--isl", help="Input tokens of a request."),
+    osl: int | None = typer.Option(None, "--osl", help="Output tokens of a request."),
+    concurrency: int | None = typer.Option(None, "--concurrency", help="Requests in flight."),
+    as_json: bool = typer.Option(False, "--json", help="Everything, as JSON with the keys of plan."),
+) -> None:
+    """Will this command, configuration or script start, fit and be wise? Nothing pasted is run."""
+    if not words:
+        raise InputError("nothing to check; give a file, or a command behind --: meshwright check -- vllm serve MODEL")
+    for value, flag in ((isl, "--isl"), (osl, "--osl"), (concurrency, "--concurrency")):
+        if value is not None:
+            in_range(value, flag, 1, MAX_TOKENS)
+    if len(words) == 1 and Path(words[0]).is_file():
+        _check_file(Path(words[0]), on, model, engine, plan, save, as_json)
+        return
+    from meshwright.judge.check import check_words
+    from meshwright.specs.cluster import parse_cluster
+
+    verdict = check_words(
+        words, parse_cluster(on), model=model, engine=engine, isl=isl, osl=osl, concurrency=concurrency
+    )
+    _finish(verdict, as_json)
+
+
+def _finish(verdict: object, as_json: bool) -> None:
+    from meshwright.judge.verdict import Verdict
+    from meshwright.report.verdict import show_verdict, verdict_json
+
+    assert isinstance(verdict, Verdict)
+    if as_json:
+        typer.echo(json.dumps(verdict_json(verdict), indent=2))
+    else:
+        show_verdict(verdict)
+    raise typer.Exit(0 if verdict.ok else 1)
+
+
+def _check_file(
+    path: Path, on: str, model: str | None, engine: str | None, plan: Path | None, save: Path | None, as_json: bool
+) -> None:
+    from meshwright.judge import boot
+    from meshwright.judge.check import check_config
+    from meshwright.report.verdict import log_json, show_log
+    from meshwright.specs.cluster import parse_cluster
+
+    if plan is None and save is None:
+        verdict = check_config(path, parse_cluster(on), model=model, engine=engine)
+        if verdict is not None:
+            _finish(verdict, as_json)
+    log = boot.read_log(path)
+    rows = boot.compare(log, boot.read_plan(plan) if plan is not None else {"memory": {}})
+    if save is not None:
+        boot.save_calibration(log, save)
+    if as_json:
+        typer.echo(json.dumps(log_json(log, rows), indent=2))
+    else:
+        show_log(log, rows)

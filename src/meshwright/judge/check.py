@@ -1,0 +1,134 @@
+"""``check``: find out whose command or file it is, understand it, judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from meshwright import engines
+from meshwright.engines.base import Engine, Invocation
+from meshwright.errors import InputError
+from meshwright.judge.verdict import Verdict, judge, with_lengths
+from meshwright.judge.words import Folder, Words, split
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.hf.read import read_model
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.rules import Rule
+
+#: Engine -> words that its commands contain; only folders that may be meant are imported.
+HINTS: dict[str, tuple[str, ...]] = {
+    "vllm": ("vllm",),
+    "sglang": ("sglang",),
+    "trtllm": ("trtllm", "tensorrt"),
+    "megatron": ("pretrain_", "megatron"),
+    "torchtitan": ("torchtitan",),
+    "deepspeed": ("deepspeed",),
+    "accelerate": ("accelerate",),
+    "transformers": ("transformers",),
+    "torchrun": ("torchrun", "torch.distributed"),
+}
+
+
+def candidates(argv: Sequence[str]) -> list[str]:
+    """Engines whose hint stands in the command, in the order of ``HINTS``; all of them when none does."""
+    text = "\n".join(argv).lower()
+    found = [e for e, hints in HINTS.items() if e in engines.FOLDERS and any(h in text for h in hints)]
+    return found or [e for e in HINTS if e in engines.FOLDERS]
+
+
+def whose(argv: Sequence[str], engine: str | None) -> tuple[Engine, str | None]:
+    """The engine that a command starts, and the version that the user named.
+
+    Raises:
+        InputError: no engine recognises the command.
+    """
+    if engine is not None:
+        _, version = engines.split_name(engine)
+        return engines.load(engine), version
+    for name in candidates(argv):
+        found = engines.load(name)
+        if found.recognises(argv):
+            return found, None
+    known = ", ".join(engines.FOLDERS)
+    raise InputError(f"no engine starts with {' '.join(argv)[:60]!r}; known engines: {known}; name one with --engine")
+
+
+def unexpanded(words: Words) -> tuple[Rule, ...]:
+    """A finding a word that only a shell could have resolved."""
+    return tuple(
+        Rule(
+            "unexpanded",
+            "unwise",
+            f"{word[:60]!r} is not expanded here and is taken as it stands",
+            "write its value in the command",
+        )
+        for word in words.unexpanded[:4]
+    )
+
+
+def model_of(engine: Engine, invocation: Invocation, model: str | None) -> ModelSpec:
+    """The model that the user or the command names, or that the command describes by its sizes.
+
+    Raises:
+        InputError: neither.
+    """
+    if model is not None:
+        return read_model(model)
+    describe = getattr(engine, "model_spec", None)
+    described: ModelSpec | None = describe(invocation) if describe is not None else None
+    if described is not None:
+        return described
+    if invocation.model is not None:
+        return read_model(invocation.model)
+    raise InputError("the command names no model that is known here; name one with --model")
+
+
+def check_words(
+    words: Sequence[str],
+    cluster: Cluster,
+    *,
+    model: str | None = None,
+    engine: str | None = None,
+    base: Path | None = None,
+    isl: int | None = None,
+    osl: int | None = None,
+    concurrency: int | None = None,
+) -> Verdict:
+    """Judge a pasted command. Nothing is run, and only files inside ``base`` are read.
+
+    Raises:
+        InputError: it cannot be read, no engine recognises it, or the model is not known.
+    """
+    pasted = split(words)
+    found, version = whose(pasted.argv, engine)
+    invocation = found.parse(pasted.argv, dict(pasted.env), Folder(base or Path.cwd()), version)
+    invocation = replace(
+        invocation,
+        findings=(*invocation.findings, *unexpanded(pasted)),
+        notes=(*invocation.notes, *pasted.notes),
+    )
+    spec = model_of(found, invocation, model)
+    workload = with_lengths(invocation.workload, spec, isl, osl, concurrency)
+    return judge(found, invocation, spec, cluster, workload)
+
+
+def check_config(
+    path: Path, cluster: Cluster, *, model: str | None = None, engine: str | None = None
+) -> Verdict | None:
+    """Judge a configuration file of an engine; None when no engine knows it.
+
+    Raises:
+        InputError: it cannot be read, or it names no model and the user named none.
+    """
+    data = Folder(path.resolve().parent)(path.name)
+    if data is None:
+        raise InputError(f"{path}: no such file")
+    names = [engines.split_name(engine)[0]] if engine else [e for e in HINTS if e in engines.FOLDERS]
+    for name in names:
+        found = engines.load(name)
+        invocation = found.parse_file(path.name, data)
+        if invocation is not None:
+            spec = model_of(found, invocation, model)
+            return judge(found, invocation, spec, cluster, with_lengths(invocation.workload, spec, None, None, None))
+    return None
