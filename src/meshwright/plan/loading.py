@@ -18,6 +18,7 @@ from meshwright.specs.dtypes import canonical, size_bytes
 from meshwright.specs.model import ModelSpec, Moe
 from meshwright.specs.placement import Placement, RankClass, Shard, Stage
 from meshwright.specs.profile import ServeSettings
+from meshwright.specs.shares import expert_tp
 from meshwright.specs.tensors import Section
 
 #: Element types that a compute dtype replaces.
@@ -82,14 +83,8 @@ def is_mxfp4(spec: ModelSpec) -> bool:
 
 
 def expert_inner(placement: Placement, moe: Moe) -> int:
-    """Columns of one expert on a rank: whole with expert parallelism, else cut over the profile's axes."""
-    layout = placement.layout
-    if layout.ep > 1:
-        return -(-moe.intermediate // (layout.etp or 1))
-    cut = 1
-    for axis in placement.profile.moe_tp_over:
-        cut *= getattr(layout, axis)
-    return max(1, -(-moe.intermediate // cut))
+    """Columns of one expert on a rank."""
+    return max(1, -(-moe.intermediate // expert_tp(placement.layout, placement.profile)))
 
 
 def _padding_factor(shard: Shard, placement: Placement, device: Device, hopper: str) -> Fraction:

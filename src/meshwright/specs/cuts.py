@@ -47,6 +47,8 @@ class Cuts:
         if profile.shared_whole_under_ep and min(layout.ep, layout.tp, layout.dp) > 1:
             whole.add("shared_mlp")
         self._whole = frozenset(whole)
+        around_experts = layout.dp > 1 and self.grid.replicas == 1 and spec.moe is not None
+        self._wide = profile.wide_labels if around_experts else frozenset()
         self._coarsest = self._coarsest_units(spec.families)
         self._grouped = self._coarsest_units(f for f in spec.families if f.part == "weight")
 
@@ -89,6 +91,8 @@ class Cuts:
             return self._plain(family, segment, self.grid.etp, at.etp)
         if label == "experts" and family.role == "expert":
             return Share(*shares.part(segment.units, self.grid.ep, at.ep), segment.units)
+        if label in self._wide:
+            return self._plain(family, segment, self.grid.etp * self.grid.ep, at.ep * self.grid.etp + at.etp)
         degree = self.layout.tp
         if degree == 1 and self.vocab_multiple == 1:
             return WHOLE

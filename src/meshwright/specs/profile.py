@@ -37,6 +37,10 @@ class EngineProfile:
         ep_over: axes whose product an expert group spans.
         ep_whole: with expert parallelism every expert is whole on its rank (vLLM); otherwise it is cut over tp
             where the expert group fits beside tp (see ``specs.shares.expert_tp``).
+        ep_fills: with expert parallelism an expert is cut over the ranks of the stage that ep leaves (SGLang and
+            TensorRT-LLM: MoE tensor parallel = tp_size / ep) unless the layout says otherwise.
+        wide_labels: labels that are cut over every rank of a stage where a mixture of experts has attention data
+            parallelism (SGLang: dense feed-forward blocks stay tensor parallel over tp_size).
         moe_tp_over: axes over which one expert is cut when ep is 1.
         shared_whole_under_ep: with ep, tp and dp all above 1 tokens are sharded over tp around the experts and the
             shared experts are held whole (vLLM's sequence parallel MoE).
@@ -58,6 +62,8 @@ class EngineProfile:
     vocab_times_tp: bool = False
     ep_over: tuple[Axis, ...] = ("dp", "cp", "tp")
     ep_whole: bool = False
+    ep_fills: bool = False
+    wide_labels: frozenset[str] = frozenset()
     moe_tp_over: tuple[Axis, ...] = ("tp",)
     shared_whole_under_ep: bool = False
     draft_shares_ends: bool = False

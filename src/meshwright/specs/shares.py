@@ -131,6 +131,8 @@ def expert_tp(layout: Layout, profile: EngineProfile) -> int:
         return layout.etp
     if layout.ep == 1:
         return degree_of(layout, profile.moe_tp_over)
+    if profile.ep_fills:
+        return max(1, layout.tp * layout.cp * layout.dp // layout.ep)
     if profile.ep_whole or (layout.dp * layout.cp) % layout.ep:
         return 1
     return layout.tp
