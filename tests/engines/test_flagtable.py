@@ -31,7 +31,7 @@ FLAGS = (
     Flag("--tensor-size", ("-tp",), type="int"),
     Flag("--tensor-kind", (), type="choice", choices=("a", "b")),
     Flag("--nodes", ("-n",), type="int"),
-    Flag("--eager", ("--no-eager",), takes="switch", type="bool"),
+    Flag("--eager", ("-e",), takes="switch", type="bool", off=("--no-eager",)),
     Flag("--names", (), takes="list"),
     Flag("--swap", (), takes="optional", type="float"),
     Flag("--transfer", ("-kt",), type="json"),
@@ -72,6 +72,7 @@ def test_switches_lists_optional_values_and_joined_letters() -> None:
     assert found.positional == ("model", "--rest")
     assert sort("-n4").whole("--nodes") == 4
     assert sort("--eager").on("--eager") is True
+    assert sort("--no_eag").on("--eager") is False
     assert sort().on("--eager") is None
 
 

@@ -40,6 +40,7 @@ class Flag:
         choices: allowed values of a choice; words that an int or float takes beside numbers (``auto``).
         default: as text, None when the engine decides.
         suffixes: an int that also takes ``1k`` (1,000), ``1K`` (1,024), ``25.6k``.
+        off: spellings that turn a switch off (``--no-enable-x``).
     """
 
     name: str
@@ -49,6 +50,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     default: str | None = None
     suffixes: bool = False
+    off: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ A table is ``engines/<name>/flags_<version>.json``, written by ``bench/flags/<na
 ``split_words`` sorts words the way Python's argparse does (docs.python.org, argparse: "Option value syntax", "Argument
 abbreviations", "Arguments containing -"); nothing is expanded, executed or opened.
 
-A switch that may be turned off has ``--no-x`` among its aliases. An ``int`` or ``float`` flag may have ``choices``:
+A switch that may be turned off has the spellings for it in ``off``. An ``int`` or ``float`` flag may have ``choices``:
 words that it takes beside numbers (``auto``).
 """
 
@@ -27,6 +27,10 @@ MAX_WORDS = 10_000
 MAX_CHARACTERS = 8 << 20
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+
+
+#: Flag, dotted path behind it, full spelling.
+_Match = tuple[Flag, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ def table_to(table: FlagTable) -> str:
     rows = []
     for flag in sorted(table.flags, key=lambda f: f.name):
         row = {"name": flag.name}
-        for key in ("aliases", "takes", "type", "choices", "default", "suffixes"):
+        for key in ("aliases", "takes", "type", "off", "choices", "default", "suffixes"):
             if (value := getattr(flag, key)) != getattr(plain, key):
                 row[key] = value
         rows.append("  " + json.dumps(row, ensure_ascii=True))
@@ -118,7 +122,7 @@ def split_words(argv: Sequence[str], table: FlagTable) -> Words:
         key, equals, text = word.partition("=")
         match = _match(key, table, index)
         if match is None and (joined := _joined(word, index)) is not None:
-            match, equals, text = (joined[0], ""), "=", joined[1]
+            match, equals, text = (joined[0], "", word[:2]), "=", joined[1]
         if match is None:
             unknown.append(key if equals else word)
             if not equals and at < len(argv) and not is_option(argv[at]):
@@ -128,8 +132,8 @@ def split_words(argv: Sequence[str], table: FlagTable) -> Words:
         if isinstance(match, str):
             problems.append(match)
             continue
-        flag, sub = match
-        values, at = _values(flag, key, sub, text if equals else None, argv, at, problems)
+        flag, sub, spelling = match
+        values, at = _values(flag, spelling, sub, text if equals else None, argv, at, problems)
         if values is not None:
             value = " ".join(values)
             given.append(Given(flag, value, key, sub, values))
@@ -178,7 +182,7 @@ def is_option(word: str) -> bool:
 def _index(table: FlagTable) -> _Index:
     exact: dict[str, Flag] = {}
     for flag in table.flags:
-        for spelling in (flag.name, *flag.aliases):
+        for spelling in (flag.name, *flag.aliases, *flag.off):
             exact.setdefault(_normal(spelling, table), flag)
     return _Index(exact, sorted(exact))
 
@@ -193,20 +197,20 @@ def _normal(key: str, table: FlagTable) -> str:
     return head.replace("_", "-") + dot + tail
 
 
-def _exact(key: str, table: FlagTable, index: _Index) -> tuple[Flag, str] | None:
-    """Flag and dotted path of an exact spelling."""
+def _exact(key: str, table: FlagTable, index: _Index) -> _Match | None:
+    """Flag, dotted path and spelling of an exact spelling."""
     key = _normal(key, table)
     if key in index.exact:
-        return index.exact[key], ""
+        return index.exact[key], "", key
     if table.dotted:
         head, dot, sub = key.partition(".")
         if dot and sub and head in index.exact and index.exact[head].type in {"json", "str"}:
-            return index.exact[head], sub
+            return index.exact[head], sub, head
     return None
 
 
-def _match(key: str, table: FlagTable, index: _Index) -> tuple[Flag, str] | str | None:
-    """Flag and dotted path; a line when the prefix is ambiguous; None when nothing matches."""
+def _match(key: str, table: FlagTable, index: _Index) -> _Match | str | None:
+    """Flag, dotted path and spelling; a line when the prefix is ambiguous; None when nothing matches."""
     found = _exact(key, table, index)
     if found is not None or not table.prefixes or len(key) < 2 or key == "--":
         return found
@@ -217,10 +221,10 @@ def _match(key: str, table: FlagTable, index: _Index) -> tuple[Flag, str] | str 
         if not name.startswith(head):
             break
         names.append(name)
-    flags = {index.exact[name].name: index.exact[name] for name in names}
-    if len(flags) == 1:
-        flag = next(iter(flags.values()))
-        return (flag, sub) if not dot or flag.type in {"json", "str"} else None
+    fates = {(index.exact[name].name, name in index.exact[name].off) for name in names}
+    if len(fates) == 1:
+        flag = index.exact[names[0]]
+        return (flag, sub, names[0]) if not dot or flag.type in {"json", "str"} else None
     if names:
         return f"{shown(key)} could be {', '.join(names[:4])}; write it out"
     return None
@@ -239,8 +243,7 @@ def _values(
     if flag.takes == "switch" and not sub:
         if text is not None:
             problems.append(f"{shown(key)} is a switch and takes no value; {shown(text)} is given")
-        off = key.replace("_", "-").startswith("--no-") and not flag.name.startswith("--no-")
-        return (("false" if off else "true",) if text is None else (text,)), at
+        return (("false" if key in flag.off else "true",) if text is None else (text,)), at
     if text is not None:
         return (text,), at
     most = 1 if flag.takes != "list" or sub else len(argv)
