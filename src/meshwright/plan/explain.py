@@ -171,10 +171,10 @@ def _experts_reason(ctx: ServeContext, chosen: Candidate) -> Reason:
     numbers = {"experts": float(moe.experts), "topk": float(moe.topk), "ep": float(layout.ep)}
     if layout.ep > 1:
         held = -(-moe.experts // layout.ep)
-        text = (
-            f"EP {layout.ep}: {moe.experts} experts, {held} whole ones a rank; a token visits {moe.topk}, so tokens "
-            "travel to their experts and back in every layer"
-        )
+        way = "so tokens travel to their experts and back in every layer"
+        if layout.dp * layout.cp == 1:
+            way = "and as every rank has all tokens, it runs them through its own experts and the results are summed"
+        text = f"EP {layout.ep}: {moe.experts} experts, {held} whole ones a rank; a token visits {moe.topk}, {way}"
         return Reason("experts_parallel", text, numbers)
     text = f"{moe.experts} experts, {moe.topk} a token: without EP every expert is cut over the ranks like a dense MLP"
     return Reason("experts_cut", text, numbers)
