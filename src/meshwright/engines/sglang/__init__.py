@@ -1,0 +1,1 @@
+"""SGLang: profile, command, logs."""
