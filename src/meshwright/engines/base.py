@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from meshwright.ledger.schema import Holding
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.command import Command
 from meshwright.specs.layout import Layout
+from meshwright.specs.model import ModelSpec
 from meshwright.specs.profile import EngineProfile, ServeSettings
 from meshwright.specs.rules import Rule
 from meshwright.specs.workload import Workload
@@ -231,3 +232,11 @@ class Engine(Protocol):
 
     def read_log(self, lines: Iterable[str]) -> BootLog | None:
         """Read a boot log; None when it is not of this engine. Lines may be cut, interleaved or binary noise."""
+
+
+@runtime_checkable
+class Completes(Protocol):
+    """An engine whose configuration leaves something to the machine or the model (DeepSpeed's ``auto``, the world)."""
+
+    def complete(self, invocation: Invocation, spec: ModelSpec, cluster: Cluster) -> Invocation:
+        """The invocation with data parallel degree, batch and buffers worked out for this model on this cluster."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright import engines
-from meshwright.engines.base import Engine, Invocation
+from meshwright.engines.base import Completes, Engine, Invocation
 from meshwright.errors import InputError
 from meshwright.judge.verdict import Verdict, judge, with_lengths
 from meshwright.judge.words import Folder, Words, split
@@ -25,7 +25,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "torchtitan": ("torchtitan",),
     "deepspeed": ("deepspeed",),
     "accelerate": ("accelerate",),
-    "transformers": ("transformers",),
+    "transformers": ("transformers", "distributed_config", "tp_plan", "--fsdp"),
     "torchrun": ("torchrun", "torch.distributed"),
 }
 
@@ -84,6 +84,11 @@ def model_of(engine: Engine, invocation: Invocation, model: str | None) -> Model
     raise InputError("the command names no model that is known here; name one with --model")
 
 
+def completed(engine: Engine, invocation: Invocation, spec: ModelSpec, cluster: Cluster) -> Invocation:
+    """The invocation with what it leaves to the model and to the machine (``engines.base.Completes``)."""
+    return engine.complete(invocation, spec, cluster) if isinstance(engine, Completes) else invocation
+
+
 def check_words(
     words: Sequence[str],
     cluster: Cluster,
@@ -109,6 +114,7 @@ def check_words(
         notes=(*invocation.notes, *pasted.notes),
     )
     spec = model_of(found, invocation, model)
+    invocation = completed(found, invocation, spec, cluster)
     workload = with_lengths(invocation.workload, spec, isl, osl, concurrency)
     return judge(found, invocation, spec, cluster, workload)
 
@@ -130,5 +136,6 @@ def check_config(
         invocation = found.parse_file(path.name, data)
         if invocation is not None:
             spec = model_of(found, invocation, model)
+            invocation = completed(found, invocation, spec, cluster)
             return judge(found, invocation, spec, cluster, with_lengths(invocation.workload, spec, None, None, None))
     return None

@@ -61,6 +61,9 @@ class TrainEngine:
         router_fp32: router logits and probabilities in fp32.
         optimizer_instances: replicas of the sharded optimizer (Megatron ``num-distributed-optimizer-instances``).
         offload_fraction: part of what ``Train.offload`` names that lives in host memory.
+        on_host: states that live in host memory beside that: ``parameters`` (ZeRO-3), ``gradients``, ``optimizer``.
+        half_shards: ZeRO-3 keeps its shards in the working dtype beside the fp32 master copy, and fp32 copies of the
+            gradients in the optimizer step (DeepSpeed); otherwise the fp32 shards are the master copy (FSDP2).
         workspace_bytes: cuBLAS, Transformer Engine and other workspaces that live from the first step on.
         context_bytes: driver context, outside the framework's allocator.
         communicator_bytes: communicators of a world of several ranks, outside it as well.
@@ -101,6 +104,8 @@ class TrainEngine:
     router_fp32: bool = True
     optimizer_instances: int = 1
     offload_fraction: float = 1.0
+    on_host: tuple[str, ...] = ()
+    half_shards: bool = False
     workspace_bytes: int = 2 * 32 * MIB
     context_bytes: int = GIB // 4
     communicator_bytes: int = 9 * GIB // 5

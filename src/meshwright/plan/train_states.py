@@ -7,7 +7,7 @@ buffer); torch FSDP2 (``fully_shard``: fp32 shards are the master weights, so 16
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.train_shards import Unit, iter_elements
@@ -72,13 +72,21 @@ def _sums(units: tuple[Unit, ...]) -> tuple[int, int]:
 
 
 def states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: TrainEngine) -> States:
-    """States of one rank that computes with ``units``.
+    """States of one rank that computes with ``units``: those on the device (``TrainEngine.on_host`` taken off)."""
+    held = fsdp_states(units, layout, work, engine) if layout.zero == 3 else zero_states(units, layout, work, engine)
+    if "parameters" in engine.on_host and layout.zero == 3:
+        held = replace(held, weights=0)
+    if "gradients" in engine.on_host:
+        held = replace(held, gradients=0, step_gradients=0)
+    return replace(held, optimizer=0) if "optimizer" in engine.on_host else held
 
-    ZeRO-0 keeps everything whole, 1 shards the optimizer, 2 also the gradients, 3 also the parameters. With ZeRO-2
-    one unit's gradient is whole while it is reduced; with ZeRO-3 see ``fsdp_states``.
+
+def zero_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: TrainEngine) -> States:
+    """States without sharded parameters.
+
+    ZeRO-0 keeps everything whole, 1 shards the optimizer, 2 also the gradients; one unit's gradient is then whole
+    while it is reduced.
     """
-    if layout.zero == 3:
-        return fsdp_states(units, layout, work, engine)
     dense, expert = _sums(units)
     whole, degrees = (1, 1), shard_degrees(layout, engine)
     width, grad = size_bytes(work.param_dtype), size_bytes(work.grad_dtype)
@@ -106,7 +114,9 @@ def fsdp_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: Tr
     with it ``prefetch`` + 1 layers (all layers without ``reshard_after_forward``, or wrapped as one model); one
     layer's gradient is whole in both dtypes while it is reduced, and the root's waits for the end of the backward.
     With a pipeline (``fsdp_unsharded``) parameters and unreduced fp32 gradients of the whole stage stay whole from
-    micro-batch to micro-batch.
+    micro-batch to micro-batch. ``half_shards``: DeepSpeed stage 3 (``runtime/zero/stage3.py``): 2 bytes a parameter
+    of working shards beside 4 of master weights, and 4 of gradients in the step: 18 / d and what is whole
+    (``estimate_zero3_model_states_mem_needs``).
     """
     knobs = layout.fsdp or Fsdp()
     dense, expert = _sums(units)
@@ -117,6 +127,7 @@ def fsdp_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: Tr
     optimizer += _plain_moments(units, work, degrees)
     optimizer -= int(optimizer * engine.offload_fraction) if work.offload == "optimizer" else 0
     everything = dense + expert
+    halves = width if engine.half_shards and stored > width else 0
     if degrees == (1, 1):
         gathered = width * everything if stored != width else 0
         gradients = 0
@@ -133,9 +144,10 @@ def fsdp_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: Tr
         waiting = 0 if knobs.wrap == "model" else root
         gradients = (width + reduce) * largest + (width + (reduce if engine.grad_buffer else 0)) * waiting
     return States(
-        weights=_spread(dense, expert, stored, degrees),
+        weights=_spread(dense, expert, stored + halves, degrees),
         gradients=_spread(dense, expert, reduce, degrees),
         optimizer=optimizer,
-        gathered_weights=gathered,
+        gathered_weights=0 if halves and degrees == (1, 1) else gathered,
         gathered_gradients=gradients,
+        step_gradients=_spread(dense, expert, 4, degrees) if halves and reduce < 4 else 0,
     )
