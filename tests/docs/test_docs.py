@@ -56,9 +56,9 @@ def test_a_planted_mistake_is_found(tmp_path: Path) -> None:
 
 
 def test_shortening_keeps_whole_paragraphs() -> None:
-    output = "fits: a\nb c\n\nWhy\n- one\ntwo\n- three\nrow 1  x\n       y\n"
+    output = "fits: a\ndoes not fit b\n\nWhy\n- one\ntwo\n- three\nrow 1  x\n       y\n"
     assert render.shorten(output, "^- one") == ["...", "- one", "two", "..."]
-    assert render.shorten(output, "^fits") == ["fits: a", "b c", "..."]
+    assert render.shorten(output, "^fits") == ["fits: a", "does not fit b", "..."]
     assert render.shorten(output, None) == output.rstrip().splitlines()
     table = "head\nrow 1  x\n       y\nrow 2  z\n"
     assert render.shorten(table, "^row 1") == ["...", "row 1  x", "       y", "..."]

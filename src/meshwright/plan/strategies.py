@@ -176,7 +176,7 @@ STRATEGIES = (
     _Strategy(
         "DCP",
         "the KV cache along the sequence, inside the TP group where KV heads would be copied",
-        "inside the node with TP; when TP exceeds the KV heads (or MLA) and the cache is short",
+        "inside the node with TP; when TP exceeds the KV heads (or MLA) and cache is scarce",
         _dcp,
         frozenset({"dcp"}),
         trains=False,
