@@ -108,3 +108,17 @@ def count_on_meta(model_type: str | type, *, auto: str = "AutoModelForCausalLM",
     with torch.device("meta"):
         model = getattr(transformers, auto).from_config(built, dtype=torch.bfloat16)
     return sum(p.numel() for p in model.parameters())
+
+
+def full_size(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters of a class at full size, built without memory on the meta device.
+
+    Tied parameters count once; buffers that are saved are not among them.
+    """
+    import torch
+    import transformers
+
+    built = config_class(raw["model_type"]).from_dict(dict(raw))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(built, dtype=torch.bfloat16)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.specs.hf.read import model_from_config
+from meshwright.specs.atlas import models
+from meshwright.specs.hf.read import model_from_config, read_model
 from meshwright.specs.tensors import expand
-from tests.specs.hf.oracle import assert_matches_transformers, assert_same, save_small
+from tests.specs.hf.oracle import assert_matches_transformers, assert_same, full_size, save_small
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -165,3 +166,22 @@ def test_qwen_slides_only_when_told_to() -> None:
         spec = model_from_config(raw, "qwen2", "test")
         expected = [20 if kind == "sliding_attention" else None for kind in types]
         assert [layer.mixers[0].window for layer in spec.layers] == expected  # type: ignore[union-attr]
+
+
+#: Atlas entries of each class; the configuration leaves out what the class defaults, as published files do.
+FULL_SIZE = [
+    "llama-3.1-405b", "llama-3.2-1b", "llama-2-70b", "codellama-34b", "yi-34b", "smollm2-135m", "smollm3-3b",
+    "qwen2.5-7b", "qwen2.5-0.5b", "qwen3-8b", "qwen3-4b", "gemma-7b", "gemma-2-27b", "mistral-7b-v0.1",
+    "mistral-nemo-12b", "mistral-large-123b", "phi-2", "phi-3-medium-4k", "phi-4", "phi-4-mini", "gpt2-xl",
+    "gpt3-175b", "megatron-1t", "opt-350m", "opt-66b", "bloom-176b", "falcon-7b", "falcon-180b", "falcon-rw-1b",
+    "gpt-j-6b", "gpt-neo-2.7b", "mpt-30b", "starcoder", "starcoder2-15b", "stablelm-2-1.6b", "stablelm-2-12b",
+    "olmo-7b", "olmo-2-32b", "command-r", "command-r-plus", "command-a", "granite-3.1-8b", "exaone-4.0-32b",
+    "seed-oss-36b", "nemotron-4-340b", "minitron-8b", "glm-4-9b-0414", "glm-4-32b-0414",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_atlas_at_full_size(name: str) -> None:
+    config, _, _ = models.entry(name)
+    ours = {tensor: shape for tensor, (shape, _) in expand(read_model(name).families).items()}
+    assert ours == full_size(config)

@@ -133,6 +133,27 @@ def gpt_bigcode(f: Fields, dtype: str) -> Parts:
     return _parts(s, t, f.flag("tie_word_embeddings", default=True), positions, learned=positions)
 
 
+def _neo_kinds(f: Fields, n: int) -> tuple[str, ...]:
+    """Global or local for each layer: ``attention_layers``, else ``attention_types`` ([kinds, times] pairs)."""
+    if f.has("attention_layers"):
+        return f.texts("attention_layers", length=n)
+    _, value = f.get("attention_types")
+    kinds: list[str] = []
+    for pair in value if isinstance(value, list) else [[["global", "local"], n]]:
+        match pair:
+            case [list(names), int(times)] if 0 < times <= n and all(isinstance(x, str) for x in names):
+                kinds += (names[:n] * times)[:n]
+            case _:
+                raise InputError(
+                    f"{f.where}: attention_types holds {str(pair)[:40]}; a list of kinds and a count is needed"
+                )
+        if len(kinds) >= n:
+            break
+    if len(kinds) < n:
+        raise InputError(f"{f.where}: attention_types names {len(kinds)} layers of {n}")
+    return tuple(kinds[:n])
+
+
 @architecture("GPTNeoForCausalLM", "gpt_neo")
 def gpt_neo(f: Fields, dtype: str) -> Parts:
     """GPT-Neo: global and local layers in turn, learned positions."""
@@ -145,9 +166,7 @@ def gpt_neo(f: Fields, dtype: str) -> Parts:
     _mlp(t, s, "mlp.c_fc", "mlp.c_proj")
     _norms(t, s, "transformer.ln_f", "ln_1", "ln_2")
     parts = _parts(s, t, f.flag("tie_word_embeddings", default=True), positions, learned=positions)
-    kinds = f.texts("attention_layers", length=s.layers)
-    if not kinds:
-        kinds = tuple("local" if layer % 2 else "global" for layer in range(s.layers))
+    kinds = _neo_kinds(f, s.layers)
     window = f.integer("window_size", default=256)
     local = Attention("gqa", s.a.heads, s.a.heads, s.a.head_dim, s.a.head_dim, window=window)
     ffn = (Mlp(s.inter, gated=False),)
