@@ -18,6 +18,7 @@ from meshwright.specs.workload import Serve, Workload
 #: ``<folder>`` has ``ENGINE`` where it can parse and emit.
 FOLDERS: dict[str, str] = {
     "vllm": "meshwright.engines.vllm",
+    "sglang": "meshwright.engines.sglang",
     "meshwright": "meshwright.engines.own",
 }
 

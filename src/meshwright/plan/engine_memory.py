@@ -129,13 +129,16 @@ def _compute_capability(device: Device) -> int:
 def non_torch_bytes(placement: Placement, cluster: Cluster, constants: EngineMemory) -> int:
     """Memory outside the allocator: device context, communicators, all-reduce workspaces."""
     layout, outside = placement.layout, constants.non_torch
-    if layout.tp == 1:
+    width = layout.tp
+    if placement.profile.wide_labels and placement.spec.moe:  # one tensor-parallel world around attention replicas
+        width *= layout.dp
+    if width == 1:
         communicators = outside.tp_bytes - outside.one_bytes if layout.dp > 1 and placement.spec.moe else 0
         return (outside.pp_only_bytes if layout.pp > 1 else outside.one_bytes) + communicators
     device = cluster.device
-    inside = layout.tp <= cluster.devices_per_node
+    inside = width <= cluster.devices_per_node
     if inside and _compute_capability(device) >= 9 and cluster.intra.kind in _FUSED_LINKS:
-        doublings = log2(layout.tp / 2)
+        doublings = log2(width / 2)
         return outside.tp_fused_bytes + int(doublings * outside.tp_doubling_bytes)
     return outside.tp_bytes
 
@@ -167,9 +170,14 @@ def engine_holdings(
     """Activations and runtime of one rank class."""
     stage = placement.stages[rank_class.coordinate.pp]
     name = rank_class.name
+    outside = non_torch_bytes(placement, cluster, constants)
+    if not constants.profiled:  # the share is taken of what contexts and communicators leave
+        assert settings.utilization is not None
+        outside = int(outside * settings.utilization)
+        return [Holding(name, "runtime", "context_and_communicators", outside, "calibrated")] if outside else []
     terms = [
         ("activations", "profile_peak", activation_bytes(placement, stage, settings, context, constants), "calibrated"),
-        ("runtime", "context_and_communicators", non_torch_bytes(placement, cluster, constants), "calibrated"),
+        ("runtime", "context_and_communicators", outside, "calibrated"),
         ("runtime", "cuda_graphs", graph_bytes(stage, settings, constants), "modelled"),
     ]
     return [Holding(name, term, tensor, size, source) for term, tensor, size, source in terms if size]

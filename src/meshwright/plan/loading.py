@@ -155,7 +155,7 @@ def weight_holdings(
             roles[role] += _held_bytes(shard, placement, settings, device, constants)
     for role, size in roles.items():
         yield Holding(rank_class.name, "weights", role, size, "exact")
-    if placement.profile.engine != "vllm":
+    if placement.profile.engine not in {"vllm", "sglang"}:
         return
     absorbed = _absorbed_bytes(placement, placement.stages[rank_class.coordinate.pp], dtype)
     for tensor, size in (("mla_absorbed", absorbed), ("rotary_table", _rotary_bytes(placement.spec, dtype))):

@@ -107,7 +107,7 @@ def plan_serve(
         settings: engine settings; open fields take the engine's defaults on this device.
         layout: judge this one; None: search.
     """
-    settings = resolve_settings(settings, profile, cluster, workload)
+    settings = resolve_settings(settings, profile, cluster, workload, layout, spec)
     ctx = ServeContext(spec, cluster, workload, profile, settings)
     pool = enumerate_serving(spec, cluster, workload, profile, ctx.budget_bytes, workload.concurrency)
     candidates: list[Candidate] = []

@@ -11,11 +11,14 @@ from math import ceil
 
 from meshwright.ledger.schema import Holding
 from meshwright.plan.constants.serving import EngineMemory, engine_memory, step_defaults
-from meshwright.plan.engine_memory import engine_holdings
+from meshwright.plan.engine_memory import activation_bytes, engine_holdings
+from meshwright.plan.headroom import static_share
 from meshwright.plan.kv import CachePlan, CacheRules, cache_plan, is_packed
 from meshwright.plan.loading import compute_dtype, weight_holdings
 from meshwright.plan.memory import RankMemory, ServeMemory
 from meshwright.specs.cluster import Cluster
+from meshwright.specs.layout import Layout
+from meshwright.specs.model import ModelSpec
 from meshwright.specs.placement import Placement, RankClass
 from meshwright.specs.profile import EngineProfile, ServeSettings
 from meshwright.specs.units import gib
@@ -34,11 +37,21 @@ class _Pool:
 
 
 def resolve_settings(
-    settings: ServeSettings, profile: EngineProfile, cluster: Cluster, workload: Serve | None = None
+    settings: ServeSettings,
+    profile: EngineProfile,
+    cluster: Cluster,
+    workload: Serve | None = None,
+    layout: Layout | None = None,
+    spec: ModelSpec | None = None,
 ) -> ServeSettings:
-    """``settings`` with every field that was left open set to the engine's own choice on this device."""
+    """``settings`` with every field that was left open set to the engine's own choice on this device.
+
+    ``layout`` and ``spec`` matter where the engine's share of the device depends on them (see ``plan.headroom``).
+    """
     found = step_defaults(profile.engine, profile.version, cluster.device)
     share = profile.constants.get("gpu_memory_utilization", found.utilization)
+    if settings.utilization is None:
+        share = static_share(profile, cluster, settings, layout, spec) or share
     block = profile.constants.get("block_size", found.block_size)
     return replace(
         settings,
@@ -86,9 +99,11 @@ def serve_memory(
         settings: engine settings; open fields take the engine's defaults on this device.
         constants: memory constants; None: those of the profile's engine and version.
     """
-    settings = resolve_settings(settings or ServeSettings(), placement.profile, cluster, workload)
-    constants = constants or engine_memory(placement.profile.engine, placement.profile.version)
     layout = placement.layout
+    settings = resolve_settings(
+        settings or ServeSettings(), placement.profile, cluster, workload, layout, placement.spec
+    )
+    constants = constants or engine_memory(placement.profile.engine, placement.profile.version)
     plan = cache_plan(placement.spec, layout.tp, layout.dcp, cache_rules(placement, settings, constants))
     pools = [_pool(placement, c, cluster, workload, settings, constants) for c in placement.classes]
     sizes = [(p.layers, p.pool) for p in pools]
@@ -105,7 +120,11 @@ def serve_memory(
         max_requests=plan.whole_requests(sizes, context) * layout.dp,
         longest_context=plan.longest(sizes, limit),
         needed_bytes=plan.pool_for(worst.layers, context, asked),
-        notes=(*_notes(placement, plan, pools, context), *_queue_note(asked, settings)),
+        notes=(
+            *_notes(placement, plan, pools, context),
+            *_queue_note(asked, settings),
+            *_headroom_note(placement, cluster, settings, context, constants),
+        ),
     )
 
 
@@ -150,6 +169,24 @@ def _queue_note(asked: int, settings: ServeSettings) -> tuple[str, ...]:
     if asked <= limit:
         return ()
     return (f"{asked:,} requests a replica are asked for, the engine runs at most {limit:,} at once: the others wait",)
+
+
+def _headroom_note(
+    placement: Placement, cluster: Cluster, settings: ServeSettings, context: int, constants: EngineMemory
+) -> tuple[str, ...]:
+    """A sentence where what an engine leaves for activations by formula is less than they are likely to take."""
+    if constants.profiled:
+        return ()
+    assert settings.utilization is not None
+    left = int(cluster.device.memory_bytes * (1 - settings.utilization))
+    need = max(activation_bytes(placement, stage, settings, context, constants) for stage in placement.stages)
+    if need <= left:
+        return ()
+    return (
+        f"{placement.profile.engine} sizes its cache without a trial step: a share of {settings.utilization:g} leaves "
+        f"{gib(left)} for activations and graphs, a step is likely to take {gib(need)}; lower the share or the tokens "
+        "of a step",
+    )
 
 
 def _notes(placement: Placement, plan: CachePlan, pools: list[_Pool], context: int) -> tuple[str, ...]:

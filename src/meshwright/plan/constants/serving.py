@@ -56,6 +56,8 @@ class EngineMemory:
         graph_bytes, graph_layer_bytes: of one captured graph, and of each of its layers.
         groups, windows, state_pages: see ``plan.kv.CacheRules``.
         mla_block_size, packed_block_size: least block of MLA kernels, and of DeepSeek-V4's packed pages.
+        profiled: the engine runs a step before it sizes its cache and takes the peak out of the pool (vLLM); else
+            activations and graphs live in what the static share leaves of the device (SGLang).
         source: where the constants come from.
     """
 
@@ -80,6 +82,7 @@ class EngineMemory:
     mla_block_size: int
     packed_block_size: int
     source: str
+    profiled: bool = True
 
 
 def version_key(version: str) -> tuple[int, ...]:
@@ -133,6 +136,7 @@ def engine_memory(engine: str, version: str) -> EngineMemory:
         mla_block_size=cache_rules["mla_block_size"],
         packed_block_size=cache_rules["packed_block_size"],
         source=now["rows"],
+        profiled=raw.get("profiled", True),
     )
 
 
@@ -147,3 +151,9 @@ def step_defaults(engine: str, version: str, device: Device) -> StepDefaults:
     )
     share = [v for start, v in raw["utilization"] if version_key(start) <= key or start == "0.0"][-1]
     return StepDefaults(steps["batched_tokens"], steps["sequences"], raw["block_size"], share)
+
+
+def headroom(engine: str) -> Mapping[str, Any] | None:
+    """Constants of an engine that reserves a headroom by formula instead of a fixed share (``plan.headroom``)."""
+    found: Mapping[str, Any] | None = _engine(engine)["defaults"].get("headroom")
+    return found
