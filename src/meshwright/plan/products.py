@@ -74,26 +74,32 @@ class Held:
 
 
 def held(placement: Placement, coordinate: Coordinate, cache: dict[object, Kind]) -> Held:
-    """What the rank at ``coordinate`` multiplies; ``cache`` keeps kinds from rank to rank."""
-    by_layer: dict[int, list[Shard]] = {layer: [] for layer in placement.stages[coordinate.pp].layers}
-    keys: dict[int, list[object]] = {layer: [] for layer in by_layer}
+    """What the rank at ``coordinate`` multiplies; ``cache`` keeps kinds from rank to rank.
+
+    Layers are looked at pattern by pattern (``ModelSpec.patterns``): all layers of one have the same families, and a
+    family is cut alike in all its layers.
+    """
+    spec = placement.spec
+    by_family: dict[int, Shard] = {}
     ends = []
     for shard in placement.shards(coordinate):
-        if shard.family.section != "decoder":
-            continue
-        if not shard.layers:
-            ends.append(shard)
-            continue
-        key = (id(shard.family), shard.shape, len(shard.experts))
-        for layer in shard.layers:
-            by_layer[layer].append(shard)
-            keys[layer].append(key)
+        if shard.family.section == "decoder":
+            if shard.layers:
+                by_family[id(shard.family)] = shard
+            else:
+                ends.append(shard)
     kinds: dict[int, Kind] = {}
-    for layer, shards in by_layer.items():
-        full = (placement.spec.layers[layer], *keys[layer])
-        if full not in cache:
-            cache[full] = kind_of(placement.spec.layers[layer], shards, placement)
-        kinds[layer] = cache[full]
+    of_pattern: dict[int, Kind] = {}
+    for layer in placement.stages[coordinate.pp].layers:
+        pattern = spec.patterns[layer]
+        if pattern not in of_pattern:
+            families = (spec.families[number] for number in spec.pattern_families[pattern])
+            shards = [by_family[id(family)] for family in families if id(family) in by_family]
+            full = (pattern, *((s.shape, len(s.experts)) for s in shards))
+            if full not in cache:
+                cache[full] = kind_of(spec.layers[layer], shards, placement)
+            of_pattern[pattern] = cache[full]
+        kinds[layer] = of_pattern[pattern]
     return Held(kinds, tuple(ends))
 
 

@@ -215,6 +215,10 @@ class ModelSpec:
         bias, norm_bias: linear layers and norms carry biases (activation memory depends on it little).
         assumptions: sentences naming what was assumed where the configuration is silent or unknown.
         source: file, hub id or atlas entry it was read from.
+        heads, kv_heads: of the first softmax attention, 0 without one.
+        moe: the first mixture of experts, or None for a dense model.
+        patterns: for every layer the number of its pattern: layers of one pattern are equal and have the same families.
+        pattern_families: for every pattern the indices in ``families``.
     """
 
     name: str
@@ -234,16 +238,20 @@ class ModelSpec:
     source: str = ""
     heads: int = field(init=False, compare=False)
     kv_heads: int = field(init=False, compare=False)
+    moe: Moe | None = field(init=False, compare=False)
+    patterns: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    pattern_families: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        first = next((a for layer in self.layers if (a := layer.attention)), None)
+        seen: dict[Layer, Layer] = {}
+        object.__setattr__(self, "layers", tuple(seen.setdefault(layer, layer) for layer in self.layers))
+        first = next((a for layer in seen if (a := layer.attention)), None)
         object.__setattr__(self, "heads", first.heads if first else 0)
         object.__setattr__(self, "kv_heads", first.kv_heads if first else 0)
-
-    @property
-    def moe(self) -> Moe | None:
-        """The first mixture of experts of the model, or None for a dense one."""
-        return next((m for layer in self.layers if (m := layer.moe)), None)
+        object.__setattr__(self, "moe", next((m for layer in seen if (m := layer.moe)), None))
+        patterns, families = _patterns(self.layers, self.families)
+        object.__setattr__(self, "patterns", patterns)
+        object.__setattr__(self, "pattern_families", families)
 
     @property
     def mla(self) -> bool:
@@ -261,6 +269,21 @@ class ModelSpec:
     def parameters(self, *sections: Section) -> int:
         """Logical parameters of the given sections (all when none is given); scales do not count."""
         return sum(f.parameters for f in self.select(*sections))
+
+
+def _patterns(
+    layers: tuple[Layer, ...], families: tuple[TensorFamily, ...]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Patterns of decoder layers that are one object when equal; see ``ModelSpec``."""
+    members: list[list[int]] = [[] for _ in layers]
+    for number, family in enumerate(families):
+        if family.section == "decoder":
+            for layer in family.layers:
+                if layer < len(members):
+                    members[layer].append(number)
+    known: dict[tuple[int, ...], int] = {}
+    patterns = tuple(known.setdefault((id(at), *of), len(known)) for at, of in zip(layers, members, strict=True))
+    return patterns, tuple(key[1:] for key in known)
 
 
 def active_parameters(spec: ModelSpec) -> int:

@@ -20,6 +20,8 @@ from meshwright.specs.shares import part
 from meshwright.specs.tensors import Section, TensorFamily
 
 AXES: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
+#: Places of one placement whose shards are remembered.
+MAX_KNOWN = 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -112,6 +114,9 @@ class Placement:
     sections: tuple[Section, ...] = ("decoder", "vision")
     cuts: Cuts = field(repr=False, compare=False, kw_only=True)
     class_index: dict[tuple[int, tuple[int, ...]], RankClass] = field(repr=False, compare=False, kw_only=True)
+    known: dict[tuple[int, Place], tuple[Shard, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def coordinate(self, rank: int) -> Coordinate:
         """Coordinate of a rank, by the profile's rank order.
@@ -197,14 +202,22 @@ class Placement:
 
     def shards(self, coordinate: Coordinate) -> tuple[Shard, ...]:
         """Everything that the rank at ``coordinate`` holds of the weights (before ZeRO or FSDP)."""
-        return tuple(self._shards(coordinate.pp, self.place(coordinate)))
+        key = (coordinate.pp, self.place(coordinate))
+        if key not in self.known:
+            if len(self.known) >= MAX_KNOWN:
+                self.known.clear()
+            self.known[key] = tuple(self._shards(*key))
+        return self.known[key]
 
     def _shards(self, stage_index: int, at: Place) -> Iterator[Shard]:
         stage = self.stages[stage_index]
+        on_stage = frozenset(stage.layers)
         for family in self.spec.families:
             if family.section not in self.sections or not self._on(family, stage):
                 continue
-            layers = self._layers(family, stage)
+            layers = family.layers
+            if family.section == "decoder" and len(on_stage) < len(self.spec.layers):
+                layers = tuple(n for n in layers if n in on_stage)
             if family.layers and not layers:
                 continue
             experts: tuple[int, ...] = ()
@@ -216,12 +229,6 @@ class Placement:
             shard = Shard(family, intervals, layers, experts, padding, stage_index)
             if all(shard.shape):
                 yield shard
-
-    def _layers(self, family: TensorFamily, stage: Stage) -> tuple[int, ...]:
-        if family.section != "decoder" or not family.layers:
-            return family.layers
-        spans = [(chunk[0], chunk[-1]) for chunk in stage.chunks if chunk]
-        return tuple(n for n in family.layers if any(low <= n <= high for low, high in spans))
 
     def _on(self, family: TensorFamily, stage: Stage) -> bool:
         """Whether a stage holds (part of) a family."""
