@@ -151,6 +151,8 @@ class Request:
         options: engine-specific extras (``connector``: ``nixl`` or ``mooncake``; ``image``; ``name``), checked by the
             engine.
         train_options: fields of ``TrainEngine`` that differ from its preset (training).
+        spec: the model, where the caller has read it: engines whose flags differ for dense models and mixtures of
+            experts (SGLang's replicas and attention data parallelism) ask it; None: found by name where it is known.
     """
 
     model: str
@@ -162,6 +164,7 @@ class Request:
     deployment: Deployment | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     train_options: Mapping[str, object] = field(default_factory=dict)
+    spec: ModelSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def _judge_serving(
     mended: tuple[Command, ...] = ()
     if not starts:
         suggestions = _suggest(spec, cluster, work, profile, settings, plan, illegal)
-        mended = _mend(engine, invocation, cluster, work, profile, settings, suggestions)
+        mended = _mend(engine, invocation, spec, cluster, work, profile, settings, suggestions)
     return Verdict(
         verdict=_serving_line(invocation, work, plan, prefill, illegal),
         starts=starts,
@@ -200,6 +200,7 @@ def _suggestion(candidate: Candidate, cluster: Cluster) -> Suggestion:
 def _mend(
     engine: Engine,
     invocation: Invocation,
+    spec: ModelSpec,
     cluster: Cluster,
     work: Serve,
     profile: EngineProfile,
@@ -215,7 +216,8 @@ def _mend(
         layout=best.layout,
         cluster=cluster,
         workload=work,
-        settings=resolve_settings(settings, profile, cluster, work),
+        settings=resolve_settings(settings, profile, cluster, work, best.layout, spec),
+        spec=spec,
     )
     try:
         return engine.emit(request, invocation.version).commands
