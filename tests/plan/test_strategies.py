@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.engines.own.profile import OWN
-from meshwright.engines.vllm.profile import VLLM
+from meshwright.engines import profiles
 from meshwright.plan.strategies import StrategyRow, strategies
 from meshwright.specs.build import decoder
 from meshwright.specs.cluster import Cluster, Device, Link
@@ -88,7 +88,7 @@ def test_odd_clusters_and_batches_give_a_reason_or_a_row(devices: int) -> None:
 
 def test_vllm_communicates_in_its_own_ways() -> None:
     """Hidden states and residual, each in halves that are gathered; all tokens to all experts; logits everywhere."""
-    found = {r.strategy: r for r in strategies(MOE, CLUSTER, Serve(1000, 100), VLLM["0.33"])}
+    found = {r.strategy: r for r in strategies(MOE, CLUSTER, Serve(1000, 100), profiles("vllm")["0.33"])}
     assert found["PP"].pattern == "2 x send"
     assert found["PP"].payload_bytes == 2 * 512 * 2
     assert found["EP"].pattern == "3 x all_gather + 3 x reduce_scatter"
