@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.engines.own.profile import OWN
 from meshwright.engines import profiles
+from meshwright.engines.own.profile import OWN
 from meshwright.plan.strategies import StrategyRow, strategies
 from meshwright.specs.build import decoder
 from meshwright.specs.cluster import Cluster, Device, Link
