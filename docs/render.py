@@ -35,7 +35,9 @@ _BLOCK = re.compile(
 )
 _NOTE = re.compile(r"<!-- (show|exit|file) (.*?) -->")
 #: How a line of prose begins in the terminal output; until the next one or a blank line the rest is its continuation.
-_PROSE = re.compile(r"- |unwise: |illegal: |way out: |fits: |does not fit(: | in full: )|too slow: |KV cache of |error: ")
+_PROSE = re.compile(
+    r"- |unwise: |illegal: |way out: |fits: |does not fit(: | in full: )|too slow: |KV cache of |error: "
+)
 _ELLIPSIS = "..."
 
 
