@@ -139,6 +139,7 @@ def tally(ops: Iterable[Op], device: Device, links: Links) -> Tally:
     """Add up the ops of one rank."""
     moved = flops = wire = compute_s = wire_s = 0.0
     messages = 0
+    peaks: dict[str, float] = {}
     for op in ops:
         if op.op == "mark":
             continue
@@ -150,10 +151,14 @@ def tally(ops: Iterable[Op], device: Device, links: Links) -> Tally:
         else:
             moved += op.payload * n
             flops += op.flops * n
-            compute_s += n * max(
-                KERNEL_S, op.payload / device.bandwidth_bytes_s, op.flops / peak_flops(device, op.dtype)
-            )
+            if op.dtype not in peaks:
+                peaks[op.dtype] = peak_flops(device, op.dtype)
+            compute_s += n * max(KERNEL_S, op.payload / device.bandwidth_bytes_s, op.flops / peaks[op.dtype])
     return Tally(moved, flops, wire, messages, compute_s, wire_s)
+
+
+#: Stage, what its first rank class multiplies, its links.
+StageRanks = list[tuple[int, Held, Links]]
 
 
 def distinct_kinds(own: Held) -> list[tuple[Kind, int]]:
@@ -163,10 +168,21 @@ def distinct_kinds(own: Held) -> list[tuple[Kind, int]]:
     return [(kinds[key], count) for key, count in counts.items()]
 
 
+def stage_ranks(placement: Placement, cluster: Cluster) -> StageRanks:
+    """What the first rank class of every stage multiplies, and its links."""
+    kinds: dict[object, Kind] = {}
+    found: dict[int, tuple[int, Held, Links]] = {}
+    for rank_class in placement.classes:
+        at = rank_class.coordinate
+        if at.pp not in found:
+            found[at.pp] = (at.pp, held(placement, at, kinds), Links(placement, cluster, at))
+    return [found[stage] for stage in sorted(found)]
+
+
 def stage_tallies(
-    placement: Placement, cluster: Cluster, batch: Batch, settings: ServeSettings, sampled: int
+    placement: Placement, cluster: Cluster, batch: Batch, settings: ServeSettings, sampled: int, ranks: StageRanks
 ) -> list[Tally]:
-    """One forward of ``batch`` on the first rank class of every stage."""
+    """One forward of ``batch`` on the first rank class of every stage (``ranks``: see ``stage_ranks``)."""
     spec, last = placement.spec, len(placement.stages) - 1
     context = Context(
         placement.layout,
@@ -177,14 +193,8 @@ def stage_tallies(
         kv_dtype(spec, settings),
         batch,
     )
-    kinds: dict[object, Kind] = {}
-    done: dict[int, Tally] = {}
-    for rank_class in placement.classes:
-        stage = rank_class.coordinate.pp
-        if stage in done:
-            continue
-        own = held(placement, rank_class.coordinate, kinds)
-        links = Links(placement, cluster, rank_class.coordinate)
+    out = []
+    for stage, own, links in ranks:
         total = Tally()
         ends = embedding_ops(context, own.ends) if stage == 0 else stage_hand_off(context, "recv", stage - 1)
         total = total.plus(tally(ends, cluster.device, links))
@@ -193,8 +203,8 @@ def stage_tallies(
         tail = (
             head_ops(placement, context, own.ends, sampled) if stage == last else stage_hand_off(context, "send", stage)
         )
-        done[stage] = total.plus(tally(tail, cluster.device, links))
-    return [done[stage] for stage in sorted(done)]
+        out.append(total.plus(tally(tail, cluster.device, links)))
+    return out
 
 
 def serve_cost(
@@ -213,8 +223,9 @@ def serve_cost(
     batch = serve_batch(workload, "decode", layout, settings)
     requests = batch.sequences
     each = replace(batch, sequences=-(-requests // layout.pp))
-    decode = stage_tallies(placement, cluster, each, settings, each.sequences)
-    prefill = stage_tallies(placement, cluster, serve_batch(workload, "prefill", layout), settings, 1)
+    ranks = stage_ranks(placement, cluster)
+    decode = stage_tallies(placement, cluster, each, settings, each.sequences, ranks)
+    prefill = stage_tallies(placement, cluster, serve_batch(workload, "prefill", layout), settings, 1, ranks)
     slowest = max(t.seconds for t in decode)
     step_s = layout.pp * slowest
     busy_s = max(t.seconds for t in prefill) + workload.osl * step_s / requests

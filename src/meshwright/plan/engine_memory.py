@@ -20,7 +20,7 @@ from meshwright.plan.constants.serving import EngineMemory
 from meshwright.plan.loading import compute_dtype, expert_inner, is_mxfp4
 from meshwright.specs.cluster import Cluster, Device
 from meshwright.specs.dtypes import size_bytes
-from meshwright.specs.model import Attention, Layer
+from meshwright.specs.model import Attention, Layer, ModelSpec
 from meshwright.specs.placement import Placement, RankClass, Stage
 from meshwright.specs.profile import ServeSettings
 
@@ -65,6 +65,11 @@ def _mla_expansion(a: Attention | None, tp: int, context: int, settings: ServeSe
     return tokens * -(-a.heads // tp) * (a.head_dim - a.rope_head_dim + a.v_head_dim)
 
 
+def distinct_layers(spec: ModelSpec, stage: Stage) -> list[Layer]:
+    """Layers of a stage, equal ones once (a ModelSpec keeps equal layers as one object)."""
+    return list({id(spec.layers[index]): spec.layers[index] for index in stage.layers}.values())
+
+
 def _layer_peak(
     placement: Placement, stage: Stage, settings: ServeSettings, context: int, constants: EngineMemory, width: int
 ) -> int:
@@ -73,8 +78,7 @@ def _layer_peak(
     spec, layout = placement.spec, placement.layout
     copies = constants.layer_hidden_copies + (constants.pipeline_hidden_copies if layout.pp > 1 else 0)
     worst = 0
-    for index in stage.layers:
-        layer = spec.layers[index]
+    for layer in distinct_layers(spec, stage):
         inner = constants.layer_inner_copies * _inner_width(layer, layout.tp)
         size = int(tokens * inner * width)
         size += expert_workspace(placement, layer, tokens, width, constants)
@@ -104,7 +108,8 @@ def _sampler_peak(
     kept = 0
     if constants.workspace_kept and not is_mxfp4(spec):
         kept = max(
-            (expert_workspace(placement, spec.layers[i], tokens, width, constants) for i in stage.layers), default=0
+            (expert_workspace(placement, layer, tokens, width, constants) for layer in distinct_layers(spec, stage)),
+            default=0,
         )
     return logits + (tokens + seqs) * spec.hidden * width + kept
 

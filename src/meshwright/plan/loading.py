@@ -87,13 +87,13 @@ def expert_inner(placement: Placement, moe: Moe) -> int:
     return max(1, -(-moe.intermediate // expert_tp(placement.layout, placement.profile)))
 
 
-def _padding_factor(shard: Shard, placement: Placement, device: Device, hopper: str) -> Fraction:
-    """Growth of one shard by the kernel's tiles; 1 for all but MXFP4 experts."""
+def _padding_factor(shard: Shard, placement: Placement, device: Device, hopper: str) -> Fraction | None:
+    """Growth of one shard by the kernel's tiles; None for all but MXFP4 experts."""
     spec = placement.spec
     moe = spec.moe
     family = shard.family
     if family.role != "expert" or moe is None or not is_mxfp4(spec) or family.dtype not in _MXFP4_STORED:
-        return Fraction(1)
+        return None
     up, down = mxfp4_factors(spec, moe, expert_inner(placement, moe), device, hopper)
     return down if family.op == "down" else up
 
@@ -116,7 +116,8 @@ def _held_bytes(
     if family.dtype in _COMPUTE or (family.dtype == "f32" and placement.spec.dtype == "f32"):
         return size * size_bytes(dtype) // size_bytes(family.dtype)
     if placement.profile.engine == "vllm":
-        return int(size * _padding_factor(shard, placement, device, constants.mxfp4_hopper))
+        factor = _padding_factor(shard, placement, device, constants.mxfp4_hopper)
+        return size if factor is None else int(size * factor)
     return size
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from meshwright.ledger.schema import Entry
 from meshwright.plan.cost import Links, Tally, tally
 from meshwright.plan.plan import Cost
-from meshwright.plan.training_step import microbatches, training_entries
-from meshwright.plan.wire import Op
+from meshwright.plan.training_step import microbatches, training_ops
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.placement import Placement
@@ -28,39 +24,22 @@ def bubble(layout: Layout, micro_batches: int) -> float:
     return (p - 1) / (v * micro_batches + p - 1)
 
 
-def as_op(e: Entry) -> Op:
-    """An entry as the op it came from."""
-    return Op(
-        e.op,
-        e.name or "",
-        e.stream or "",
-        e.group,
-        e.shapes or (),
-        e.dtype or "bf16",
-        e.payload_bytes or 0,
-        e.wire_bytes or 0,
-        e.flops or 0,
-        e.peer,
-        e.count,
-    )
-
-
 def is_data_parallel(group: str | None) -> bool:
     """Whether a collective is of gradients or parameters rather than of activations."""
     return group is not None and group.split("_")[0] in {"dp", "dp+cp", "edp"}
 
 
-def step_tallies(placement: Placement, cluster: Cluster, entries: Iterable[Entry]) -> dict[str, tuple[Tally, Tally]]:
+def step_tallies(placement: Placement, cluster: Cluster, work: Train) -> dict[str, tuple[Tally, Tally]]:
     """By rank class: sums of what runs in the step proper, and of the data-parallel collectives."""
-    by_class: dict[str, list[Entry]] = {}
-    for entry in entries:
-        by_class.setdefault(entry.rank_class, []).append(entry)
     out = {}
-    for rank_class in placement.classes:
+    for rank_class, lists in training_ops(placement, work):
         links = Links(placement, cluster, rank_class.coordinate)
-        rows = by_class.get(rank_class.name, [])
-        step = tally((as_op(e) for e in rows if not is_data_parallel(e.group)), cluster.device, links)
-        data = tally((as_op(e) for e in rows if is_data_parallel(e.group)), cluster.device, links)
+        step = data = Tally()
+        for ops, times in lists:
+            alone = [op for op in ops if is_data_parallel(op.group)]
+            if alone:
+                data = data.plus(tally(alone, cluster.device, links), times)
+            step = step.plus(tally((op for op in ops if not is_data_parallel(op.group)), cluster.device, links), times)
         out[rank_class.name] = (step, data)
     return out
 
@@ -71,7 +50,7 @@ def train_cost(placement: Placement, cluster: Cluster, work: Train) -> Cost:
     layout = placement.layout
     idle = bubble(layout, microbatches(layout, work))
     step_s, worst, shown = 0.0, Tally(), 0.0
-    for step, data in step_tallies(placement, cluster, training_entries(placement, work)).values():
+    for step, data in step_tallies(placement, cluster, work).values():
         exposed = max(0.0, data.wire_s - HIDDEN * step.compute_s)
         seconds = step.seconds / (1.0 - idle) + exposed
         if seconds >= step_s:

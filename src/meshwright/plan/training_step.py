@@ -6,8 +6,8 @@ forward before backward; ``each=True`` writes every micro-batch in the order of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from meshwright.errors import InputError
 from meshwright.ledger.schema import Entry
@@ -97,6 +97,29 @@ def training_entries(placement: Placement, train: Train, *, each: bool = False) 
     Raises:
         InputError: the batch does not divide, or ``each`` asks for what the schedule cannot do or too many entries.
     """
+    entries: list[Entry] = []
+    for step in _steps(placement, train, each):
+        step.run(Emitter(step.rank_class.name, "forward", entries))
+        if len(entries) > MAX_ENTRIES:
+            m = microbatches(placement.layout, train)
+            raise InputError(f"{m} micro-batches one by one make over {MAX_ENTRIES} entries; fold them (each=False)")
+    return entries
+
+
+def training_ops(placement: Placement, train: Train) -> Iterator[tuple[RankClass, list[tuple[Sequence[Op], int]]]]:
+    """The same work as ``training_entries`` without the entries: for every rank class lists of ops and how often.
+
+    Raises:
+        InputError: the batch does not divide.
+    """
+    for step in _steps(placement, train, each=False):
+        counted = Counted(step.rank_class.name, "forward", [])
+        step.run(counted)
+        yield step.rank_class, [(ops, times) for ops, times in counted.lists.values()]
+
+
+def _steps(placement: Placement, train: Train, each: bool) -> Iterator[_Step]:
+    """The step of every rank class, to be run."""
     layout = placement.layout
     m = microbatches(layout, train)
     context = Context(
@@ -111,15 +134,31 @@ def training_entries(placement: Placement, train: Train, *, each: bool = False) 
         marks=True,
     )
     chunks = _chunks(placement)
-    entries: list[Entry] = []
     everywhere = _Everywhere(placement)
     backward: dict[int, list[Op]] = {}
     for rank_class in placement.classes:
         own = everywhere.of(rank_class.coordinate)
-        _Step(placement, train, context, m, rank_class, chunks, own, entries, backward, each).run()
-        if len(entries) > MAX_ENTRIES:
-            raise InputError(f"{m} micro-batches one by one make over {MAX_ENTRIES} entries; fold them (each=False)")
-    return entries
+        yield _Step(placement, train, context, m, rank_class, chunks, own, backward, each)
+
+
+@dataclass(slots=True)
+class Counted(Emitter):
+    """Counts lists of ops instead of writing entries; equal layers hand in one list again and again."""
+
+    lists: dict[int, tuple[Sequence[Op], int]] = field(default_factory=dict)
+
+    def emit(
+        self,
+        ops: Sequence[Op],
+        layer: int | None = None,
+        *,
+        phase: str | None = None,
+        microbatch: int | None = None,
+        times: int = 1,
+    ) -> None:
+        """Remember the list (so that its id stays its own) and count it."""
+        before = self.lists.get(id(ops), (ops, 0))[1]
+        self.lists[id(ops)] = (ops, before + times)
 
 
 class _Everywhere:
@@ -163,13 +202,11 @@ class _Step:
     rank_class: RankClass
     chunks: list[list[Chunk]]
     held: Held
-    entries: list[Entry]
     backward: dict[int, list[Op]]
     each: bool
 
-    def run(self) -> None:
+    def run(self, out: Emitter) -> None:
         """Micro-batches, then what comes once a step."""
-        out = Emitter(self.rank_class.name, "forward", self.entries)
         own = self.chunks[self.rank_class.coordinate.pp]
         if self.each:
             by_place = {chunk.place: chunk for chunk in own}

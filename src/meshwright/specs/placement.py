@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
 
 from meshwright.errors import IllegalLayoutError
 from meshwright.specs.cuts import Cuts, Place
@@ -176,9 +175,12 @@ class Placement:
                 ranges[name] = range(getattr(self.layout, name))
             else:
                 raise KeyError(f"unknown axis {name!r}; known: {', '.join(AXES)}, dcp, ep, etp, edp")
-        places = [ranges.get(a, range(getattr(coordinate, a), getattr(coordinate, a) + 1)) for a in AXES]
-        members = (Coordinate(dp=dp, pp=pp, cp=cp, tp=tp) for dp, pp, cp, tp in product(*places))
-        return tuple(sorted(self.rank(c) for c in members))
+        members = [0]
+        for axis in self.profile.rank_order:
+            at = getattr(coordinate, axis)
+            size = getattr(self.layout, axis)
+            members = [rank * size + place for rank in members for place in ranges.get(axis, (at,))]
+        return tuple(members)
 
     def _expert_group(self, axis: str, coordinate: Coordinate) -> Iterator[int]:
         grid = self.cuts.grid
