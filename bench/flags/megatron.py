@@ -1,4 +1,4 @@
-"""Flag table of Megatron-core's ``pretrain_gpt.py`` from its wheel, read as text: ``python -m bench.flags.megatron WHEEL``.
+"""Flag table of Megatron-core's ``pretrain_gpt.py`` from its wheel: ``python -m bench.flags.megatron WHEEL``.
 
 ``megatron/training/arguments.py`` declares flags in two ways: ``group.add_argument(...)`` and
 ``ArgumentGroupFactory(Config, exclude=[...])``, which makes one flag of every field of a dataclass
@@ -111,7 +111,9 @@ def typed(wheel: Wheel, annotation: str) -> dict[str, object]:
 
 
 def _shown(value: object) -> str | None:
-    return None if value is None or value == [] else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return (
+        None if value is None or value == [] else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    )
 
 
 def _call(node: ast.expr | None) -> dict[str, ast.expr]:

@@ -20,6 +20,7 @@ FOLDERS: dict[str, str] = {
     "vllm": "meshwright.engines.vllm",
     "sglang": "meshwright.engines.sglang",
     "meshwright": "meshwright.engines.own",
+    "megatron": "meshwright.engines.megatron",
 }
 
 #: The engine of ``plan serve`` when none is named.
