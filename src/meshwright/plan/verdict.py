@@ -81,6 +81,11 @@ def nothing_works(
     bound = bound_of(spec)
     total = bound.dense_bytes + bound.expert_bytes
     least = -(-total // max(1, int(budget_bytes)))
+    if least <= cluster.devices:
+        return (
+            f"no layout works: {gib(total)} of weights of {spec.name} would lie on {least} of {cluster.devices} x "
+            f"{cluster.device.name}, but every layout is refused or leaves no room for a request; see the reasons"
+        )
     return (
         f"does not fit: {gib(total)} of weights of {spec.name} need at least {least} x {cluster.device.name} "
         f"({gib(budget_bytes)} each for the engine), the cluster has {cluster.devices}; add devices, or a quantized "
