@@ -404,6 +404,21 @@ def test_malformed_configurations_are_one_line(quant: dict[str, Any]) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_many_patterns_over_many_layers_end_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.specs.hf.quant.BUDGET_S", 0.5)
+    layers = {f"*layers.*{n}*q": {"quant_algo": "NVFP4"} for n in range(20_000)}
+    start = time.monotonic()
+    with pytest.raises(InputError, match="module lists"):
+        read(BASE | {"num_hidden_layers": 2048}, {"quant_method": "modelopt", "quantized_layers": layers})
+    assert time.monotonic() - start < 6
+
+
+def test_as_many_schemes_as_layers_are_refused() -> None:
+    layers = {f"layers.{n}": {"quant_algo": "NVFP4", "group_size": 16 + n} for n in range(1000)}
+    with pytest.raises(InputError, match="64 different schemes"):
+        read(BASE, {"quant_method": "modelopt", "quantized_layers": layers})
+
+
 def test_unknown_method_is_said() -> None:
     spec = read(BASE, {"quant_method": "aqlm"})
     assert spec.quantization is None

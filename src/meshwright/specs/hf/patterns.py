@@ -15,7 +15,7 @@ from meshwright.errors import InputError
 
 #: Most patterns, their longest, and the seconds that all expressions of one list may take together.
 MAX_PATTERNS = 200_000
-MAX_EXPRESSIONS = 2_000
+MAX_EXPRESSIONS = 500
 MAX_LENGTH = 400
 BUDGET_S = 2.0
 
@@ -35,6 +35,7 @@ class NameList:
     lies above it, from any path component on. ``re:`` expressions match from the beginning of the name.
 
     Attributes:
+        where: begins every error message.
         rejected: expressions that are not applied because they could take exponential time.
     """
 
@@ -46,7 +47,7 @@ class NameList:
         self._same_expressions: list[re.Pattern[str]] = []
         self._same: dict[str, bool] = {}
         self.rejected: list[str] = []
-        self._where = where
+        self.where = where
         self._left_s = BUDGET_S
         for number, pattern in enumerate(patterns):
             if number >= MAX_PATTERNS or len(pattern) > MAX_LENGTH:
@@ -68,14 +69,14 @@ class NameList:
 
     def _add_expression(self, text: str) -> None:
         if len(self._expressions) + len(self._same_expressions) >= MAX_EXPRESSIONS:
-            raise InputError(f"{self._where}: more than {MAX_EXPRESSIONS} expressions")
+            raise InputError(f"{self.where}: more than {MAX_EXPRESSIONS} expressions")
         if _UNSAFE.search(text) or len(_REPEAT.findall(text)) > 5:
             self.rejected.append(text)
             return
         try:
             compiled = re.compile(text)
         except (re.error, OverflowError, RecursionError):
-            raise InputError(f"{self._where}: {text[:40]!r} is not a regular expression") from None
+            raise InputError(f"{self.where}: {text[:40]!r} is not a regular expression") from None
         # ``(?:...)`` holds a question mark without counting anything.
         tells = _TELLS_LAYERS.search(text.replace("(?:", "("))
         (self._expressions if tells else self._same_expressions).append(compiled)
@@ -119,7 +120,7 @@ class NameList:
         found = any(e.match(module) for e in expressions)
         self._left_s -= time.monotonic() - start
         if self._left_s < 0:
-            raise InputError(f"{self._where}: its regular expressions take more than {BUDGET_S} s")
+            raise InputError(f"{self.where}: its regular expressions take more than {BUDGET_S} s")
         return found
 
 

@@ -5,18 +5,25 @@ Every linear layer takes the scheme of the first rule that names it; a family wh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwright.errors import InputError
 from meshwright.specs.hf.fields import Fields
-from meshwright.specs.hf.quant_config import Recipe, dominant, read_recipe
+from meshwright.specs.hf.quant_config import read_recipe
+from meshwright.specs.hf.quant_fields import Recipe, dominant
 from meshwright.specs.hf.schemes import Scheme, apply, is_fused, unfused
 from meshwright.specs.model import Quantization
 from meshwright.specs.tensors import Segment, TensorFamily
 
 #: Parts of the model whose matrices a rule covers without naming them.
 _COVERED = frozenset({"attention", "recurrent", "indexer", "mlp", "expert", "shared_expert"})
+
+
+#: Seconds that matching all module names may take; the longest known list (22,422 names) takes 0.1.
+BUDGET_S = 10.0
 
 
 def quantize(
@@ -36,13 +43,14 @@ def quantize(
     recipe = read_recipe(f, text, hf_quant, dtype)
     if recipe is None:
         return families, None
+    deadline = time.monotonic() + BUDGET_S
     stored: list[TensorFamily] = []
     used: list[tuple[Scheme, int]] = []
     for family in families:
         if not _is_matrix(family):
             stored.append(family)
             continue
-        for part, scheme in _assign(family, recipe):
+        for part, scheme in _assign(family, recipe, deadline):
             if scheme is None:
                 stored.append(part)
                 continue
@@ -63,17 +71,17 @@ def _is_matrix(family: TensorFamily) -> bool:
     return (len(family.dims) == 2 and family.template.endswith(".weight")) or is_fused(family)
 
 
-def _assign(family: TensorFamily, recipe: Recipe) -> Iterator[tuple[TensorFamily, Scheme | None]]:
+def _assign(family: TensorFamily, recipe: Recipe, deadline: float) -> Iterator[tuple[TensorFamily, Scheme | None]]:
     """The family split by scheme; an expert stands for all experts of its layer."""
     if recipe.unfuse and is_fused(family):
-        schemes = [_by_scheme(one, recipe) for one in unfused(family)]
+        schemes = [_by_scheme(one, recipe, deadline) for one in unfused(family)]
         if any(set(s) != {None} for s in schemes):
             for one, split in zip(unfused(family), schemes, strict=True):
                 yield from _parts(one, split)
             return
         yield family, None
         return
-    yield from _parts(family, _by_scheme(family, recipe))
+    yield from _parts(family, _by_scheme(family, recipe, deadline))
 
 
 def _parts(
@@ -84,7 +92,7 @@ def _parts(
         yield (family if whole else replace(family, layers=tuple(layers))), scheme
 
 
-def _by_scheme(family: TensorFamily, recipe: Recipe) -> dict[Scheme | None, list[int]]:
+def _by_scheme(family: TensorFamily, recipe: Recipe, deadline: float) -> dict[Scheme | None, list[int]]:
     if not recipe.ignore and all(rule.targets is None for rule in recipe.rules):
         return {_scheme(family, "", recipe): list(family.layers)}
     module = family.template.removesuffix(".weight").replace("{expert}", "0")
@@ -94,6 +102,8 @@ def _by_scheme(family: TensorFamily, recipe: Recipe) -> dict[Scheme | None, list
         return {_scheme(family, module.replace("{layer}", str(family.layers[0])), recipe): list(family.layers)}
     split: dict[Scheme | None, list[int]] = {}
     for layer in family.layers:
+        if time.monotonic() > deadline:
+            raise InputError(f"{recipe.ignore.where}: its module lists take more than {BUDGET_S:.0f} s to match")
         split.setdefault(_scheme(family, module.replace("{layer}", str(layer)), recipe), []).append(layer)
     return split
 

@@ -6,50 +6,25 @@ Methods: ``fp8`` and ``fbgemm_fp8`` (transformers), ``compressed-tensors``, ``mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from meshwright.errors import InputError
-from meshwright.specs.dtypes import canonical
 from meshwright.specs.hf.fields import Fields
 from meshwright.specs.hf.patterns import MAX_PATTERNS, NameList
+from meshwright.specs.hf.quant_fields import (
+    Recipe,
+    Rule,
+    bits_of,
+    block_size,
+    few,
+    group_size,
+    kv_dtype,
+    name_list,
+    named_rules,
+    no_names,
+)
 from meshwright.specs.hf.schemes import Scheme
-
-
-class Rule(NamedTuple):
-    """The modules of ``targets`` (None: every matrix of attention, MLP and experts) are stored as ``scheme``."""
-
-    targets: NameList | None
-    scheme: Scheme
-
-
-class Recipe(NamedTuple):
-    """A quantization configuration.
-
-    Attributes:
-        method: how the checkpoint names it.
-        rules: in order; the first that covers a module decides.
-        ignore: modules that no rule covers.
-        head: an untied head is covered like the other matrices.
-        experts_only: a rule without targets covers the experts only.
-        unfuse: the exporter writes experts one by one.
-        kv_dtype: cache dtype that the checkpoint asks for.
-        kv_scales: names of the cache scales behind ``self_attn.``, and their shape.
-    """
-
-    method: str
-    rules: tuple[Rule, ...]
-    ignore: NameList
-    head: bool = False
-    experts_only: bool = False
-    unfuse: bool = False
-    kv_dtype: str | None = None
-    kv_scales: tuple[tuple[str, str], tuple[int, ...]] | None = None
-
-    @property
-    def tells_layers(self) -> bool:
-        """Whether a list could treat one layer differently from another."""
-        return any(x.tells_layers for x in (self.ignore, *(r.targets for r in self.rules if r.targets)))
 
 
 def read_recipe(f: Fields, text: Fields, hf_quant: Mapping[str, Any] | None, dtype: str) -> Recipe | None:
@@ -73,45 +48,6 @@ def read_recipe(f: Fields, text: Fields, hf_quant: Mapping[str, Any] | None, dty
     return None
 
 
-def _names(q: Fields, *keys: str) -> NameList:
-    patterns: list[str] = []
-    for key in keys:
-        if q.has(key):
-            patterns += q.texts(key)
-    result = NameList(patterns, f"{q.where}: {keys[0]}")
-    for text in result.rejected:
-        q.assume(f"the expression {text[:40]!r} in {keys[0]} is too complex and is not applied")
-    return result
-
-
-def _none(q: Fields) -> NameList:
-    return NameList((), q.where)
-
-
-def _group(q: Fields, *names: str, default: int = 0) -> int:
-    """Group size; -1, null and absent mean none (or ``default``)."""
-    size = q.integer(*names, default=default, low=-1, high=1 << 16)
-    return max(0, size)
-
-
-def _block(q: Fields, *names: str) -> tuple[int, int] | None:
-    sizes = q.integers(*names, low=1, high=1 << 16)
-    if not sizes:
-        return None
-    if len(sizes) != 2:
-        raise InputError(f"{q.where}: {names[0]} has {len(sizes)} numbers; 2 are needed (out, in)")
-    return sizes[0], sizes[1]
-
-
-def _bits(q: Fields, *names: str, default: int | None = None) -> int:
-    bits = q.integer(*names, default=default, high=64)
-    if bits not in (2, 3, 4, 8):
-        raise InputError(f"{q.where}: {names[0]} is {bits}; 2, 3, 4 or 8 bits are known")
-    if bits == 3:
-        q.assume("three-bit weights: bytes are exact, parameters are counted 10 instead of 10.7 a word")
-    return bits
-
-
 def _deepseek_v4(f: Fields) -> bool:
     return f.text("model_type") in ("deepseek_v4", "deepseek_ref") or "DeepseekV4ForCausalLM" in f.texts(
         "architectures"
@@ -121,7 +57,7 @@ def _deepseek_v4(f: Fields) -> bool:
 def _fp8_base(q: Fields, f: Fields) -> Scheme:
     """fp8 of transformers and DeepSeek: ``weight_scale_inv`` by block, or one scale a tensor."""
     static = q.text("activation_scheme", default="dynamic") == "static"
-    block = _block(q, "weight_block_size")
+    block = block_size(q, "weight_block_size")
     if _deepseek_v4(f):
         # DeepSeek-V4 names its scales as its inference code does and stores powers of two.
         return Scheme("fp8_block", 8, block=block or (128, 128), scale="scale", scale_dtype="f8_e8m0")
@@ -133,7 +69,7 @@ def _fp8_base(q: Fields, f: Fields) -> Scheme:
 
 
 def _fp8(q: Fields, f: Fields, dtype: str) -> Recipe:
-    ignore = _names(q, "modules_to_not_convert", "ignored_layers", "ignore")
+    ignore = name_list(q, "modules_to_not_convert", "ignored_layers", "ignore")
     base = Rule(None, _fp8_base(q, f))
     rules: tuple[Rule, ...] = (base,)
     if _deepseek_v4(f) and f.text("expert_dtype", default="fp4") == "fp4" and f.has("expert_dtype"):
@@ -143,7 +79,7 @@ def _fp8(q: Fields, f: Fields, dtype: str) -> Recipe:
 
 
 def _fbgemm(q: Fields, f: Fields, dtype: str) -> Recipe:
-    return Recipe("fp8", (Rule(None, Scheme("fp8_channel", 8)),), _names(q, "modules_to_not_convert"))
+    return Recipe("fp8", (Rule(None, Scheme("fp8_channel", 8)),), name_list(q, "modules_to_not_convert"))
 
 
 #: modelopt's ``quant_algo`` -> scheme; ``group_size`` of the configuration replaces the group.
@@ -177,13 +113,13 @@ def _algorithm(q: Fields, default_group: int) -> Scheme | None:
     scheme = MODELOPT[name]
     if not scheme.group:
         return scheme
-    return scheme._replace(group=_group(q, "group_size") or default_group or scheme.group)
+    return scheme._replace(group=group_size(q, "group_size") or default_group or scheme.group)
 
 
 def _modelopt(m: Fields, q: Fields, f: Fields) -> Recipe | None:
     """modelopt; ``m`` holds the algorithm, ``q`` the ``quantization_config`` (both may be one)."""
-    group = _group(m, "group_size")
-    ignore = _names(m, "exclude_modules", "ignore")
+    group = group_size(m, "group_size")
+    ignore = name_list(m, "exclude_modules", "ignore")
     rules = _layer_rules(m, group)
     scheme = _algorithm(m, group)
     if scheme is not None:
@@ -191,8 +127,8 @@ def _modelopt(m: Fields, q: Fields, f: Fields) -> Recipe | None:
     if q.text("quant_method") == "fp8" and not scheme:
         # DeepSeek-V4-NVFP4: experts re-quantized, everything else as in the fp8 checkpoint it came from.
         rules.append(Rule(None, _fp8_base(q, f)))
-        ignore = _none(q)
-    kv = _kv_dtype(m, "kv_cache_quant_algo", "kv_cache_scheme")
+        ignore = no_names(q)
+    kv = kv_dtype(m, "kv_cache_quant_algo", "kv_cache_scheme")
     if not rules:
         return None
     return Recipe(
@@ -209,44 +145,24 @@ def _layer_rules(m: Fields, group: int) -> list[Rule]:
     layers = m.sub("quantized_layers")
     if len(layers.raw) > MAX_PATTERNS:
         raise InputError(f"{m.where}: quantized_layers has {len(layers.raw)} entries; at most {MAX_PATTERNS}")
-    by_scheme: dict[Scheme, list[str]] = {}
-    known: dict[tuple[object, object], Scheme | None] = {}
+    known: dict[tuple[str, str], Scheme | None] = {}
+    pairs: list[tuple[str, Scheme | None]] = []
     for name, value in layers.raw.items():
         if not isinstance(value, Mapping):
             raise InputError(f"{layers.where}: {str(name)[:60]} is not an object")
         key = (str(value.get("quant_algo")), str(value.get("group_size")))
         if key not in known:
             known[key] = _algorithm(Fields(value, layers.where, m.assumed), group)
-        if (scheme := known[key]) is not None:
-            by_scheme.setdefault(scheme, []).append(str(name))
-    return [Rule(NameList(names, layers.where), scheme) for scheme, names in by_scheme.items()]
-
-
-def _kv_dtype(q: Fields, *names: str) -> str | None:
-    """Cache dtype: an algorithm's name (FP8) or a compressed-tensors scheme."""
-    for name in names:
-        _, value = q.get(name)
-        if value is None or value == {}:
-            continue
-        if isinstance(value, Mapping):
-            scheme = Fields(value, f"{q.where}: {name}", q.assumed)
-            text = ("fp" if scheme.text("type", default="float") == "float" else "int") + str(
-                scheme.integer("num_bits", default=8, high=64)
-            )
-        else:
-            text = q.text(name).lower()
-        if text in ("fp8", "int8"):
-            return canonical(text)
-        if text not in ("", "none", "auto"):
-            q.assume(f"the checkpoint asks for a {text[:20].upper()} cache; the cache is counted in the model's dtype")
-    return None
+        pairs.append((str(name), known[key]))
+    return named_rules(pairs, layers.where)
 
 
 def _compressed(q: Fields, f: Fields, dtype: str) -> Recipe | None:
     """compressed-tensors: groups of targets with a scheme for weights and activations."""
     rules: list[Rule] = []
     groups = q.sub("config_groups")
-    for name in list(groups.raw)[:256]:
+    few(groups)
+    for name in groups.raw:
         group = groups.sub(name)
         if not group.has("weights"):
             continue
@@ -255,28 +171,28 @@ def _compressed(q: Fields, f: Fields, dtype: str) -> Recipe | None:
             continue
         targets = group.texts("targets")
         by_class = not targets or any(t.isidentifier() and t[0].isupper() for t in targets)
-        rules.append(Rule(None if by_class else _names(group, "targets"), scheme))
+        rules.append(Rule(None if by_class else name_list(group, "targets"), scheme))
     if not rules:
         f.assume("the compressed-tensors configuration has no group that is known; sizes are unquantized")
         return None
-    kv = _kv_dtype(q, "kv_cache_scheme")
+    kv = kv_dtype(q, "kv_cache_scheme")
     scales = (("k_scale", "v_scale"), (1,)) if kv else None
-    ignore = _names(q, "ignore")
+    ignore = name_list(q, "ignore")
     return Recipe("compressed-tensors", tuple(rules), ignore, head=True, unfuse=True, kv_dtype=kv, kv_scales=scales)
 
 
 def _compressed_scheme(group: Fields, outer_format: str, dtype: str) -> Scheme | None:
     w, a = group.sub("weights"), group.sub("input_activations")
     form = group.text("format") or outer_format
-    bits = _bits(w, "num_bits")
-    kind, size = w.text("type", default="int"), _group(w, "group_size")
+    bits = bits_of(w, "num_bits")
+    kind, size = w.text("type", default="int"), group_size(w, "group_size")
     strategy = w.text("strategy") or ("group" if size else "tensor")
     static = bool(a.raw) and not a.flag("dynamic") and a.text("strategy", default="tensor") == "tensor"
     if kind == "float" and bits == 4:
         return _compressed_fp4(size or 16, bool(a.raw))
     if kind == "float" and bits == 8:
         if strategy == "block":
-            return Scheme("fp8_block", 8, block=_block(w, "block_structure") or (128, 128), scale_dtype=dtype)
+            return Scheme("fp8_block", 8, block=block_size(w, "block_structure") or (128, 128), scale_dtype=dtype)
         if strategy == "group":
             mx = size == 32
             return Scheme("fp8_group", 8, group=size or 32, scale_dtype="u8" if mx else dtype)
@@ -312,7 +228,7 @@ def _half(dtype: str) -> str:
 
 
 def _gptq(q: Fields, f: Fields, dtype: str) -> Recipe:
-    scheme = Scheme("gptq", _bits(q, "bits", "w_bit"), _group(q, "group_size"), scale_dtype=_half(dtype))
+    scheme = Scheme("gptq", bits_of(q, "bits", "w_bit"), group_size(q, "group_size"), scale_dtype=_half(dtype))
     skipped: list[str] = []
     for pattern in q.sub("dynamic").raw:
         if str(pattern).startswith("-:"):
@@ -324,9 +240,9 @@ def _gptq(q: Fields, f: Fields, dtype: str) -> Recipe:
 
 
 def _awq(q: Fields, f: Fields, dtype: str) -> Recipe:
-    bits = _bits(q, "bits", "w_bit", default=4)
-    scheme = Scheme("awq", bits, _group(q, "group_size", "q_group_size", default=128), scale_dtype=_half(dtype))
-    return Recipe("awq", (Rule(None, scheme),), _names(q, "modules_to_not_convert"))
+    bits = bits_of(q, "bits", "w_bit", default=4)
+    scheme = Scheme("awq", bits, group_size(q, "group_size", "q_group_size", default=128), scale_dtype=_half(dtype))
+    return Recipe("awq", (Rule(None, scheme),), name_list(q, "modules_to_not_convert"))
 
 
 def _auto_round(q: Fields, f: Fields, dtype: str) -> Recipe:
@@ -335,12 +251,12 @@ def _auto_round(q: Fields, f: Fields, dtype: str) -> Recipe:
 
 
 def _mxfp4(q: Fields, f: Fields, dtype: str) -> Recipe:
-    ignore = _names(q, "modules_to_not_convert")
+    ignore = name_list(q, "modules_to_not_convert")
     return Recipe("mxfp4", (Rule(None, Scheme("mxfp4_blocks", 4, group=32)),), ignore, experts_only=True)
 
 
 def _bitsandbytes(q: Fields, f: Fields, dtype: str) -> Recipe | None:
-    ignore = _names(q, "llm_int8_skip_modules")
+    ignore = name_list(q, "llm_int8_skip_modules")
     if q.flag("load_in_8bit", "_load_in_8bit"):
         return Recipe("bitsandbytes", (Rule(None, Scheme("bnb8", 8)),), ignore)
     if q.flag("load_in_4bit", "_load_in_4bit"):
@@ -351,17 +267,16 @@ def _bitsandbytes(q: Fields, f: Fields, dtype: str) -> Recipe | None:
 
 def _quark(q: Fields, f: Fields, dtype: str) -> Recipe | None:
     """AMD Quark: one global scheme, layers with their own, an exclude list."""
-    rules: list[Rule] = []
     layers = q.sub("layer_quant_config")
-    for name in list(layers.raw)[:4096]:
-        if (scheme := _quark_scheme(layers.sub(name))) is not None:
-            rules.append(Rule(NameList((name,), q.where), scheme))
+    if len(layers.raw) > MAX_PATTERNS:
+        raise InputError(f"{layers.where} has {len(layers.raw)} entries; at most {MAX_PATTERNS} are read")
+    rules = named_rules(((str(name), _quark_scheme(layers.sub(name))) for name in layers.raw), layers.where)
     if (scheme := _quark_scheme(q.sub("global_quant_config"))) is not None:
         rules.append(Rule(None, scheme))
     if not rules:
         f.assume("the quark configuration has no scheme that is known; sizes are unquantized")
         return None
-    return Recipe("quark", tuple(rules), _names(q, "exclude"), unfuse=True)
+    return Recipe("quark", tuple(rules), name_list(q, "exclude"), unfuse=True)
 
 
 def _quark_scheme(layer: Fields) -> Scheme | None:
@@ -369,7 +284,7 @@ def _quark_scheme(layer: Fields) -> Scheme | None:
     kind, how = w.text("dtype"), w.text("qscheme", default="per_tensor")
     static = bool(a.raw) and not a.flag("is_dynamic") and how == "per_tensor"
     if kind.startswith("fp4"):
-        return Scheme("fp4_group", 4, group=_group(w, "group_size") or 32, scale_dtype="u8")
+        return Scheme("fp4_group", 4, group=group_size(w, "group_size") or 32, scale_dtype="u8")
     if kind.startswith("fp8"):
         return Scheme("fp8_channel" if how == "per_channel" else "fp8_tensor", 8, static=static)
     return Scheme("int8", 8, static=static) if kind == "int8" else None
@@ -386,11 +301,3 @@ _READERS: dict[str, Callable[[Fields, Fields, str], Recipe | None]] = {
     "bitsandbytes": _bitsandbytes,
     "quark": _quark,
 }
-
-
-def dominant(schemes: Iterable[tuple[Scheme, int]]) -> Scheme | None:
-    """The scheme that most parameters are stored in; items are (scheme, parameters)."""
-    totals: dict[Scheme, int] = {}
-    for scheme, parameters in schemes:
-        totals[scheme] = totals.get(scheme, 0) + parameters
-    return max(totals, key=lambda s: totals[s]) if totals else None
