@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 from meshwright.errors import IllegalLayoutError
 from meshwright.plan.candidates import enumerate_serving, thin
@@ -153,12 +153,20 @@ def requests_of(candidate: Candidate) -> int:
 
 def too_slow(ctx: ServeContext, candidate: Candidate) -> Rejected | None:
     """Why a layout cannot keep up with the rate, even at the peaks."""
-    rate = ctx.workload.rate
-    bound = candidate.cost.tokens_per_s / ctx.workload.osl
+    rate, bound = ctx.workload.rate, rate_bound(ctx, candidate)
     if rate is None or rate <= bound:
         return None
     text = f"at most {bound:,.2f} requests/s at the peaks, {rate:,.2f} are asked"
     return Rejected(candidate.layout, "rate_too_high", text)
+
+
+def rate_bound(ctx: ServeContext, candidate: Candidate) -> float:
+    """Requests a second that a layout can finish at the peaks with as many in flight as it holds; no rate: infinite."""
+    if ctx.workload.rate is None or not isinstance(candidate.memory, ServeMemory):
+        return inf
+    most = candidate.memory.max_requests
+    full = serve_cost(candidate.placement, ctx.cluster, replace(ctx.workload, rate=None), most, ctx.settings)
+    return full.tokens_per_s / ctx.workload.osl
 
 
 def missed(ctx: ServeContext, candidate: Candidate) -> str:
@@ -170,7 +178,8 @@ def missed(ctx: ServeContext, candidate: Candidate) -> str:
     if w.ttft_s is not None and cost.prefill_s > w.ttft_s:
         first, target = cost.prefill_s * 1e3, w.ttft_s * 1e3
         return f"too slow: {name} fits, but a prefill takes at least {first:,.1f} ms, {target:,.1f} ms are asked"
-    return ""
+    slow = too_slow(ctx, candidate)
+    return f"too slow: {name}, {slow.reason}; add devices, or shorten the requests" if slow else ""
 
 
 def violations(ctx: ServeContext, candidate: Candidate) -> int:
@@ -178,7 +187,7 @@ def violations(ctx: ServeContext, candidate: Candidate) -> int:
     w = ctx.workload
     broken = w.tpot_s is not None and candidate.cost.step_s > w.tpot_s
     late = w.ttft_s is not None and candidate.cost.prefill_s > w.ttft_s
-    return int(broken) + int(late)
+    return int(broken) + int(late) + int(too_slow(ctx, candidate) is not None)
 
 
 def rank_key(ctx: ServeContext, candidate: Candidate, best: float) -> tuple[float, ...]:
@@ -275,12 +284,17 @@ def alternatives(ctx: ServeContext, ordered: list[Candidate]) -> tuple[Alternati
 
 
 def _short(ctx: ServeContext, candidates: list[Candidate], rejected: list[Rejected]) -> Plan:
-    """Nothing holds the whole workload: the layout that holds the most requests, or none at all."""
+    """Nothing serves the whole workload: the fastest layout when the rate is too high, else the one that holds the most
+    requests, or none at all."""
     holding = [c for c in candidates if isinstance(c.memory, ServeMemory) and c.memory.max_requests > 0]
     best = max(holding, key=lambda c: c.memory.max_requests, default=None)  # type: ignore[union-attr]
+    slow = [c for c in holding if too_slow(ctx, c)]
+    if slow and len(slow) == len(holding):
+        best = max(slow, key=lambda c: rate_bound(ctx, c))
     return Plan(
         kind="serve",
-        verdict=nothing_works(ctx.spec, ctx.cluster, ctx.workload, best, ctx.budget_bytes),
+        verdict=(missed(ctx, best) if best in slow else "")
+        or nothing_works(ctx.spec, ctx.cluster, ctx.workload, best, ctx.budget_bytes),
         motive="none",
         spec=ctx.spec,
         cluster=ctx.cluster,
@@ -288,7 +302,8 @@ def _short(ctx: ServeContext, candidates: list[Candidate], rejected: list[Reject
         workload=ctx.workload,
         layout=best.layout if best else None,
         legal=best is not None,
-        fits=False,
+        fits=best is not None and best.fits,
+        fast_enough=best not in slow,
         chosen=best,
         rules=best.rules if best else (),
         reasons=explain_serve(ctx, best, serve_facts(ctx, [])) if best else (),
