@@ -76,6 +76,14 @@ def test_directory_without_config(tmp_path: Path) -> None:
         read_model(str(tmp_path))
 
 
+def test_an_empty_folder_does_not_hide_a_model_of_the_atlas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-32b").mkdir()
+    assert read_model("qwen3-32b").hidden == 5120
+    put(tmp_path / "qwen3-32b")
+    assert read_model("qwen3-32b").hidden == 32
+
+
 @pytest.mark.parametrize("ref", ["./nothing", "/nothing/at/all", "~/nothing-here", "nothing.json"])
 def test_missing_path(ref: str) -> None:
     with pytest.raises(InputError, match="no such file"):

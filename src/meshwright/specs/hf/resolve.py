@@ -50,7 +50,9 @@ def resolve(ref: str, *, allow_online: bool = True) -> Found:
     ref = ref.strip()
     if not ref or len(ref) > 1024 or not ref.isprintable():
         raise InputError("model: an empty or unprintable name; `meshwright plan --models` lists the known ones")
-    if (path := _existing(ref)) is not None:
+    path = _existing(ref)
+    # A folder of logs that happens to be called like a model of the atlas does not hide it.
+    if path is not None and ((path / "config.json").exists() or not path.is_dir() or atlas.find(ref) is None):
         return _from_path(path, ref)
     if ref.startswith((".", "/", "~")) or ref.endswith(".json"):
         raise InputError(f"{_short(ref)}: no such file or directory")
