@@ -9,6 +9,7 @@ from meshwright.errors import IllegalLayoutError
 from meshwright.plan.candidates import bound_of, thin
 from meshwright.plan.explain import lost_by
 from meshwright.plan.explain_train import explain_train
+from meshwright.plan.memory import TrainMemory
 from meshwright.plan.plan import Alternative, Candidate, Motive, Plan, Rejected
 from meshwright.plan.train_cost import train_cost
 from meshwright.plan.train_engine import TrainEngine
@@ -197,14 +198,22 @@ def _search(ctx: TrainContext) -> tuple[list[Candidate], list[Rejected]]:
     return works, rejected
 
 
-def mode_that_fits(ctx: TrainContext, layout: Layout) -> Train:
-    """The workload with the least recompute under which the layout fits; full recompute when none does."""
-    work = ctx.work
-    for mode in (ctx.work.recompute,) if ctx.recompute_fixed else RECOMPUTE:
+def mode_that_fits(ctx: TrainContext, layout: Layout) -> tuple[Train, TrainMemory]:
+    """The workload with the least recompute under which the layout fits (full recompute when none does), and what the
+    stages that can be the fullest then hold."""
+
+    def counted(mode: Recompute) -> tuple[Train, TrainMemory]:
         work = replace(ctx.work, recompute=mode)
-        if train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine, few=True).fits:
-            break
-    return work
+        return work, train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine, few=True)
+
+    least = counted(ctx.work.recompute if ctx.recompute_fixed else RECOMPUTE[0])
+    if ctx.recompute_fixed or least[1].fits:
+        return least
+    most = counted(RECOMPUTE[-1])
+    if not most[1].fits:
+        return most
+    between = (counted(mode) for mode in RECOMPUTE[1:-1])
+    return next((found for found in between if found[1].fits), most)
 
 
 def _least_recompute(ctx: TrainContext, layout: Layout, rules: tuple[Rule, ...]) -> Candidate | Rejected:
@@ -213,8 +222,7 @@ def _least_recompute(ctx: TrainContext, layout: Layout, rules: tuple[Rule, ...])
         placement = place(ctx.spec, layout, ctx.profile, sections=("decoder", "vision"))
     except IllegalLayoutError as error:
         return Rejected(layout, "illegal", str(error))
-    work = mode_that_fits(ctx, layout)
-    memory = train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine, few=True)
+    work, memory = mode_that_fits(ctx, layout)
     if memory.fits:
         stages = {0, len(placement.stages) // 2, len(placement.stages) - 1}
         few = replace(placement, classes=tuple(c for c in placement.classes if c.coordinate.pp in stages))
@@ -253,7 +261,7 @@ def alternatives(chosen: Candidate, ordered: list[Candidate]) -> tuple[Alternati
 def _given(ctx: TrainContext, layout: Layout, works: list[Candidate], rejected: list[Rejected]) -> Plan:
     rules = tuple(explain_rules(ctx.spec, layout, ctx.profile, ctx.cluster, ctx.work))
     broken = [r for r in rules if r.severity == "illegal"]
-    chosen = None if broken else ctx.evaluate(layout, mode_that_fits(ctx, layout), rules)
+    chosen = None if broken else ctx.evaluate(layout, mode_that_fits(ctx, layout)[0], rules)
     work = _train_of(chosen) if chosen is not None else ctx.work
     fits = chosen is not None and chosen.fits
     if chosen is not None and not fits and ctx.spec.moe is None:

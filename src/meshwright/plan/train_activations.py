@@ -107,7 +107,9 @@ def chunk_bytes(spec: ModelSpec, chunk: tuple[int, ...], s: Shape, layout: Layou
     Full recomputation keeps the input of every layer (``uniform`` with n: of every n-th, then n layers are alive at
     once); with ``recompute_layers`` = n and ``block`` only the first n layers are recomputed.
     """
-    pairs = [_layer_bytes(spec.layers[i], s, layout, work) for i in chunk]
+    distinct = {id(spec.layers[i]): spec.layers[i] for i in chunk}  # equal layers of a ModelSpec are one object
+    known = {key: _layer_bytes(layer, s, layout, work) for key, layer in distinct.items()}
+    pairs = [known[id(spec.layers[i])] for i in chunk]
     if not pairs:
         return 0, 0
     if work.recompute != "full":

@@ -158,13 +158,12 @@ def _is_matrix(family: TensorFamily) -> bool:
     return len(family.shape) >= 2 and family.role not in {"embedding", "head"}
 
 
-def _on_stage(family: TensorFamily, stage: TrainStage, last: bool) -> tuple[int, ...] | None:
-    """Layers of the family that the stage holds; ``(-1,)`` for a tensor outside layers, None for none."""
+def _on_stage(family: TensorFamily, stage: TrainStage, layers: frozenset[int]) -> tuple[int, ...] | None:
+    """Those of the stage's ``layers`` that hold the family; ``(-1,)`` for a tensor outside layers, None for none."""
     if family.section == "mtp":
-        return (family.layers or (-1,)) if last else None
+        return (family.layers or (-1,)) if stage.head else None
     if family.layers:
-        stage_layers = frozenset(stage.layers)
-        held = tuple(i for i in family.layers if i in stage_layers)
+        held = tuple(i for i in family.layers if i in layers)
         return held or None
     if family.section == "vision" or family.role == "embedding":
         return (-1,) if stage.embedding else None
@@ -201,10 +200,11 @@ def stage_units(
     for multi-token prediction.
     """
     sums: dict[str, list[int]] = {"root": [0, 0, 0]}
+    layers = frozenset(stage.layers)
     for family in spec.families:
         if not family.elements or family.part in {"scale", "zero", "global_scale", "input_scale", "index"}:
             continue
-        held = _on_stage(family, stage, stage.head)
+        held = _on_stage(family, stage, layers)
         copies = 1
         if held is None and stage.head and family.role == "embedding" and _vocab_rows(family):
             copies = int(spec.tied) or int(bool(spec.mtp_layers))
@@ -214,11 +214,11 @@ def stage_units(
         numel = (placed or {}).get(family.template)
         numel = (local_elements(family, layout, engine) if numel is None else numel) * copies
         prefix = "mtp" if family.section == "mtp" else "layer"
+        expert, plain = _is_expert(family), 0 if _is_matrix(family) else numel
         for i in held:
             row = sums.setdefault("root" if i < 0 else f"{prefix} {i}", [0, 0, 0])
-            row[_is_expert(family)] += numel
-            if not _is_matrix(family):
-                row[2] += numel
+            row[expert] += numel
+            row[2] += plain
     return tuple(Unit(name, dense, expert, plain) for name, (dense, expert, plain) in sums.items())
 
 

@@ -60,6 +60,7 @@ class Shard:
         experts: expert numbers held; () for a family that is not one of many experts.
         padding: elements by which the engine pads the dimension 0 interval (vocabulary), stored but empty.
         stage: pipeline stage that holds it.
+        shape: of one held tensor, padding included.
     """
 
     family: TensorFamily
@@ -68,14 +69,13 @@ class Shard:
     experts: tuple[int, ...]
     padding: int = 0
     stage: int = 0
+    shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of one held tensor, padding included."""
-        sizes = [sum(stop - start for start, stop in dim) for dim in self.intervals]
+    def __post_init__(self) -> None:
+        sizes = [d[0][1] - d[0][0] if len(d) == 1 else sum(stop - start for start, stop in d) for d in self.intervals]
         if sizes and self.padding:
             sizes[0] += self.padding
-        return tuple(sizes)
+        object.__setattr__(self, "shape", tuple(sizes))
 
     @property
     def count(self) -> int:
