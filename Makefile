@@ -13,7 +13,7 @@ MODEL ?= smollm2-135m
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports unit score bench prove-all wheel constraints clean
+.PHONY: help demo test lint format types imports unit score docs bench prove-all wheel constraints clean
 
 help:
 	@sed -n 's/^# //p; /^$$/q' Makefile
@@ -59,6 +59,10 @@ format: $(VENV)/.stamp-dev
 # Predictions against measured truth (../shared or MESHWRIGHT_SHARED).
 score: $(VENV)/.stamp-dev
 	$(BIN)/python bench/score.py
+
+# The commands of the documents run again, their output pasted. The accuracy table: python docs/accuracy.py
+docs: $(VENV)/.stamp-dev
+	$(BIN)/python docs/render.py
 
 # How fast the planner itself is.
 bench: $(VENV)/.stamp-dev
