@@ -20,6 +20,7 @@ FOLDERS: dict[str, str] = {
     "vllm": "meshwright.engines.vllm",
     "sglang": "meshwright.engines.sglang",
     "meshwright": "meshwright.engines.own",
+    "deepspeed": "meshwright.engines.deepspeed",
     "megatron": "meshwright.engines.megatron",
 }
 
