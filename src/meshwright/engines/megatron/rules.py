@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshwright.engines.megatron.stages import split_layers
 from meshwright.specs import checks
@@ -16,6 +17,24 @@ from meshwright.specs.workload import Serve, Train, Workload
 
 _ARGUMENTS = "Megatron-LM megatron/training/arguments.py"
 _CONFIG = "megatron/core/transformer/transformer_config.py"
+
+#: Where Megatron says what the general checks find.
+_WHERE = {
+    "world_exceeds_cluster": f"{_ARGUMENTS}:430",
+    "more_stages_than_layers": f"{_ARGUMENTS}:963",
+    "stage_count": "megatron/core/transformer/pipeline_parallel_layer_layout.py:37",
+    "stage_sum": "megatron/core/transformer/pipeline_parallel_layer_layout.py validate_layer_layout",
+    "virtual_without_chunks": f"{_ARGUMENTS}:941",
+    "chunks_without_stages": f"{_ARGUMENTS}:969",
+    "more_chunks_than_layers": "megatron/core/transformer/transformer_block.py get_num_layers_to_build",
+    "ep_without_experts": f"{_ARGUMENTS}:1601",
+    "ep_exceeds_experts": f"{_ARGUMENTS}:1602",
+    "batch_not_whole": "megatron/core/num_microbatches_calculator.py:381",
+    "interleaved_micro_batches": "megatron/core/pipeline_parallel/schedules.py:1145",
+    "sequence_over_cp": f"{_ARGUMENTS}:1296",
+    "sequence_over_sp": "megatron/core/tensor_parallel/mappings.py:73",
+    "fsdp_replicas": "megatron/core/parallel_state.py",
+}
 
 
 def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Workload | None) -> list[Rule]:
@@ -39,7 +58,8 @@ def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Wo
     if isinstance(workload, Train):
         found += checks.batches(layout, workload)
         found += checks.context_divides(layout, workload)
-    return sorted(found, key=lambda rule: rule.severity != "illegal")
+    placed = (rule if rule.where else replace(rule, where=_WHERE.get(rule.code, "")) for rule in found)
+    return sorted(placed, key=lambda rule: rule.severity != "illegal")
 
 
 def _training_only(layout: Layout, workload: Workload | None) -> Iterator[Rule]:
@@ -177,7 +197,7 @@ def _chunks(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
             "illegal",
             f"the interleaved schedule needs 2 model chunks a stage or more, virtual is {v}",
             "use virtual=2, or schedule=1f1b",
-            f"{_ARGUMENTS}:943",
+            f"{_ARGUMENTS}:941",
             virtual=v,
         )
         return

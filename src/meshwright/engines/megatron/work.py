@@ -43,8 +43,13 @@ def local(a: Args) -> bool:
 
 
 def global_batch(a: Args, layout: Layout) -> int:
-    """Sequences of a step; not stated: one micro-batch on every data parallel rank (``validate_args``)."""
-    return a.count("global-batch-size", layout.micro_batch * layout.dp)
+    """Sequences of a step; not stated: one micro-batch on every data parallel rank (``validate_args``).
+
+    With ``--decrease-batch-size-if-needed`` what does not divide is left out (num_microbatches_calculator.py).
+    """
+    each = layout.micro_batch * layout.dp
+    stated = a.count("global-batch-size", each)
+    return max(each, stated - stated % each) if a.flag("decrease-batch-size-if-needed") else stated
 
 
 def work_of(a: Args, layout: Layout) -> Train:
