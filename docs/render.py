@@ -135,6 +135,18 @@ def paragraphs(output: str) -> Iterator[list[str]]:
         yield current
 
 
+def alternatives(pattern: str) -> list[str]:
+    """The parts of a pattern that stand between bars outside of parentheses: each must match something."""
+    parts, depth = [""], 0
+    for letter in pattern:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "|" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
 def shorten(output: str, show: str | None) -> list[str]:
     """The paragraphs that match, with ``...`` for what is left out between them."""
     if show is None:
@@ -159,7 +171,8 @@ def render(text: str, runner: Runner) -> str:
     """The document with the output of every command as it is now.
 
     Raises:
-        ValueError: a command ended with another exit code than the one stated, or prints nothing of what is shown.
+        ValueError: a command ended with another exit code than the one stated, or a part of what is to be shown is
+            printed by none of the commands of a block.
     """
 
     def replace(match: re.Match[str]) -> str:
@@ -169,14 +182,15 @@ def render(text: str, runner: Runner) -> str:
         if block.kind != "console":
             return match[0]
         lines: list[str] = []
+        missing = set(alternatives(block.show)) if block.show is not None else set()
         for command, _ in block.commands():
             code, output = runner.run(command)
             if code != block.exit_code:
                 raise ValueError(f"exit {code} instead of {block.exit_code}: {command}\n{output[:2000]}")
-            shown = shorten(output, block.show)
-            if not [line for line in shown if line != _ELLIPSIS]:
-                raise ValueError(f"nothing matches {block.show!r}: {command}\n{output[:2000]}")
-            lines += [f"$ {command}", *shown]
+            lines += [f"$ {command}", *shorten(output, block.show)]
+            missing -= {part for part in missing if shorten(output, part) != [_ELLIPSIS]}
+        if missing:
+            raise ValueError(f"nothing matches {', '.join(missing)}: {command}\n{output[:2000]}")
         return match["notes"] + "```console\n" + "\n".join(lines) + "\n```"
 
     return _BLOCK.sub(replace, text)

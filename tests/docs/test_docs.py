@@ -51,6 +51,8 @@ def test_a_planted_mistake_is_found(tmp_path: Path) -> None:
         render.render("<!-- exit 1 -->\n" + good, render.Runner(tmp_path))
     with pytest.raises(ValueError, match="nothing matches"):
         render.render("<!-- show ^no such line -->\n" + good, render.Runner(tmp_path))
+    with pytest.raises(ValueError, match="nothing matches no such line"):
+        render.render("<!-- show ^(rank|Why)|no such line -->\n" + good, render.Runner(tmp_path))
     with pytest.raises(ValueError, match="only meshwright is run"):
         render.render("```console\n$ rm -r x\n```\n", render.Runner(tmp_path))
 
