@@ -1,0 +1,1 @@
+"""Runs a model under a layout. The only room that imports torch; importing this package alone does not."""
