@@ -95,6 +95,28 @@ def _findings(invocation: Invocation, plan: Plan) -> tuple[list[Rule], list[Rule
     return [r for r in rules if r.severity == "illegal"], [r for r in rules if r.severity == "unwise"]
 
 
+#: Where an engine refuses more ranks than the node has devices, by engine.
+_ONE_NODE = {
+    "vllm": (
+        "vLLM config/parallel.py: World size is larger than the number of available GPUs in this node",
+        "add --nnodes {nodes} --node-rank R --master-addr HEAD on every node, or --distributed-executor-backend ray",
+    ),
+    "sglang": ("SGLang srt/entrypoints/engine.py", "add --nnodes {nodes} --node-rank R --dist-init-addr HEAD:PORT"),
+}
+
+
+def started_on_one_node(invocation: Invocation, cluster: Cluster) -> list[Rule]:
+    """A serving command that says nothing of other nodes starts all its ranks on its own."""
+    world, devices = invocation.layout.world, cluster.devices_per_node
+    several = (invocation.nodes or 1) > 1 or invocation.deployment != "single"
+    if several or world <= devices or invocation.engine not in _ONE_NODE:
+        return []
+    where, way_out = _ONE_NODE[invocation.engine]
+    message = f"the command starts {world} ranks on one node of {devices} devices"
+    out = way_out.format(nodes=-(-world // devices))
+    return [Rule("one_node_too_small", "illegal", message, out, where, (("ranks", world), ("devices", devices)))]
+
+
 def sentence(rule: Rule) -> str:
     """``message (where); way out``."""
     where = f" ({rule.where})" if rule.where else ""
@@ -109,6 +131,7 @@ def _judge_serving(
     prefill = None
     if invocation.prefill is not None:
         prefill = plan_serve(spec, cluster, work, profile, settings, invocation.prefill)
+    invocation = replace(invocation, findings=(*invocation.findings, *started_on_one_node(invocation, cluster)))
     illegal, unwise = _findings(invocation, plan)
     starts = not illegal and plan.fits and (prefill is None or prefill.ok)
     suggestions: tuple[Suggestion, ...] = ()
@@ -167,9 +190,10 @@ def _suggest(
     plan: Plan,
     illegal: Sequence[Rule],
 ) -> tuple[Suggestion, ...]:
-    """The nearest legal layouts, then layouts that fit, each with what it holds."""
+    """The layout itself where only the way it is started is wrong, the nearest legal layouts, then layouts that fit."""
     near = [n for rule in illegal for n in rule.nearest]
-    layouts = [*near, *(a.candidate.layout for a in plan.alternatives)]
+    same = [plan.layout] if plan.layout is not None and plan.ok else []
+    layouts = [*same, *near, *(a.candidate.layout for a in plan.alternatives)]
     resolved = resolve_settings(settings, profile, cluster, work)
     context = ServeContext(spec, cluster, work, profile, resolved)
     out: list[Suggestion] = []

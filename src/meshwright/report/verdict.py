@@ -27,7 +27,8 @@ def show_verdict(verdict: Verdict, out: Console | None = None) -> None:
     elif not verdict.starts and verdict.plan.rules:
         out.print(escape(verdict.plan.rules[0].way_out))
     for rule in invocation.findings:
-        out.print(escape(f"{rule.severity}: {rule.message}; {rule.way_out}"))
+        told = rule.message in verdict.verdict
+        out.print(escape(rule.way_out if told else f"{rule.severity}: {rule.message}; {rule.way_out}"))
     for text in verdict.unwise:
         if not any(rule.message in text for rule in invocation.findings):
             out.print(escape(f"unwise: {text}"))
