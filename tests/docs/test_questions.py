@@ -195,3 +195,13 @@ def test_every_question_is_answered_by_a_command() -> None:
         assert commands, question
         prose = re.sub(r"^(?:<!--.*|```.*?^```)$", "", answer, flags=re.MULTILINE | re.DOTALL).strip()
         assert 60 < len(prose) < 1200, question
+
+
+def test_the_first_reason_never_says_that_too_much_fits() -> None:
+    """15 + 72 GiB do not fit one device of 79.2 GiB: the cache is shared out over the replicas, and said to be."""
+    shared = plan("serve llama-3.1-8b --on 1x8xH100-SXM --isl 2000 --osl 300 --concurrency 256")["reasons"][0]
+    numbers = shared["numbers"]
+    assert numbers["weights_gib"] + numbers["kv_cache_gib"] > numbers["device_gib"]
+    assert "shared out over 8 replicas" in shared["text"]
+    one = plan("serve llama-3.1-8b --on 1x1xH100-SXM --concurrency 8")["reasons"][0]["text"]
+    assert one.endswith("so nothing is split")

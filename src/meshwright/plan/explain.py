@@ -89,16 +89,16 @@ def _split_reason(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Re
     }
     digits = 0 if facts.cache_bytes >= GIB else 2
     count = "one request" if facts.requests == 1 else f"{facts.requests:,} requests"
-    whole = (
-        f"{gib(facts.weights_bytes, 0 if facts.weights_bytes >= 10 * GIB else 1)} of weights and "
-        f"{gib(facts.cache_bytes, digits)} of KV cache for {count} of {workload.context:,} tokens"
-    )
+    weights = f"{gib(facts.weights_bytes, 0 if facts.weights_bytes >= 10 * GIB else 1)} of weights"
+    cache = f"{gib(facts.cache_bytes, digits)} of KV cache for {count} of {workload.context:,} tokens"
+    whole = f"{weights} and {cache}"
+    together = facts.weights_bytes + facts.cache_bytes <= device
     ranks = joint_ranks(chosen)
     if ranks > cluster.devices_per_node and facts.weights_bytes + facts.cache_bytes > node:
         text = f"capacity: {whole} do not fit one node's {gib(node, 0)}, so the model spans nodes"
         return Reason("capacity", text, numbers)
     if ranks > 1:
-        if facts.smallest_world != 1:
+        if facts.smallest_world > 1 or (facts.smallest_world == 0 and not together):
             text = (
                 f"capacity: {whole} do not fit one device's {gib(device)}, so the model is split over {ranks} devices"
             )
@@ -112,8 +112,17 @@ def _split_reason(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Re
         return Reason(
             "capacity", f"capacity: {whole} do not fit one device's {gib(device)}, and nothing is split", numbers
         )
-    text = f"throughput: {whole} fit one device's {gib(device)}, so nothing is split and the devices hold replicas"
-    return Reason("throughput", text, numbers)
+    return Reason("throughput", f"throughput: {_replicas(chosen, weights, cache, device, together)}", numbers)
+
+
+def _replicas(chosen: Candidate, weights: str, cache: str, device: int, together: bool) -> str:
+    """Why nothing is split: all of it fits one device, or the weights do and replicas share out the requests."""
+    dp = chosen.layout.dp
+    if together:
+        hold = " and the devices hold replicas" if dp > 1 else ""
+        return f"{weights} and {cache} fit one device's {gib(device)}, so nothing is split{hold}"
+    shared = f"is shared out over {dp} replicas" if dp > 1 else "does not fit beside them"
+    return f"{weights} fit one device's {gib(device)}, so nothing is split; {cache} {shared}"
 
 
 def _tp_reason(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Reason:
