@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 
 from meshwright.engines import commands, profile
 from meshwright.engines.vllm.command import model_argument
-from meshwright.engines.vllm.flags import unknown_flags
+from meshwright.engines.vllm.parse import table
+from meshwright.engines.vllm.program import find_program
 from meshwright.errors import InputError
 from meshwright.specs.command import Command
 from meshwright.specs.layout import Layout, parse_layout
 from meshwright.specs.profile import ServeSettings
 from meshwright.specs.workload import Serve, Train
+from tests.engines.accept import refused
 from tests.specs.clusters import cluster
 
 FULL = ServeSettings(utilization=0.92, max_num_batched_tokens=8192, max_num_seqs=256, kv_dtype="f8_e4m3", block_size=16)
@@ -143,14 +146,17 @@ def test_a_shell_sees_one_word_whatever_the_name(name: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.33.0"])
 def test_every_flag_is_known_to_the_version(version: str) -> None:
-    everything = ServeSettings(0.9, 1, 1, "f8_e5m2", 16, True, "fp8", "bf16", True, True)
+    everything = ServeSettings(0.9, 1, 1, "f8_e5m2", 16, True, "fp8", "bf16", True, 1, True)
     for layout, nodes in (("tp=8,dcp=2", 1), ("tp=8,pp=2,cp=2", 4), ("tp=4,dp=4,ep=16", 2), ("tp=8,pp=2,dp=2", 4)):
         found = commands("m", parse_layout(layout), cluster(nodes, 8), LOAD, everything, profile(f"vllm-{version}"))
-        for command in found:
-            if command.text.startswith("vllm"):
-                assert unknown_flags(command.text, version) == ()
-    assert unknown_flags("vllm serve m --dcp-q-replicate --nope", "0.26.0") == ("--dcp-q-replicate", "--nope")
-    assert unknown_flags("vllm serve m --calculate-kv-scales", "0.33.0") == ("--calculate-kv-scales",)
+        assert refused(found, table(version), server_words) == []
+    extra = [Command(None, "serve", f"vllm serve m {flag}") for flag in ("--nope", "--dcp-q-replicate", "-tp x")]
+    assert len(refused(extra, table(version), server_words)) == (3 if version == "0.26.0" else 2)
+
+
+def server_words(argv: Sequence[str]) -> Sequence[str] | None:
+    program = find_program(argv)
+    return None if program is None else program.words
 
 
 def test_nothing_is_made_up_for_training_or_our_own_runtime() -> None:
