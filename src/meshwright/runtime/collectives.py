@@ -1,0 +1,55 @@
+"""Collectives over one group of the mesh. With one rank they return their input and touch nothing.
+
+They call torch.distributed, so that a recorder at the dispatcher sees each of them. Shapes: T tokens, D model
+width, S sampled positions, V vocabulary rows of a rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.runtime.mesh import Group
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Sum of ``x`` over the group, in place; the same bits on every rank."""
+    if group.size > 1:
+        dist.all_reduce(x, group=group.pg)
+    return x
+
+
+def gather_logits(x_SV: Tensor, group: Group, widths: tuple[int, ...]) -> Tensor | None:
+    """Columns of all ranks side by side on place 0 of the group, None elsewhere.
+
+    Args:
+        x_SV: this rank's columns, ``(S, widths[index])``.
+        widths: columns of every place. The backends gather equal shapes only, so where the vocabulary is dealt
+            unevenly the shorter pieces travel padded to the longest and are cut again on place 0.
+    """
+    if group.size == 1:
+        return x_SV
+    longest = max(widths)
+    piece = F.pad(x_SV, (0, longest - x_SV.shape[1])) if x_SV.shape[1] < longest else x_SV.contiguous()
+    if group.index:
+        dist.gather(piece, group=group.pg, group_dst=0)
+        return None
+    pieces = [torch.empty_like(piece) for _ in widths]
+    dist.gather(piece, pieces, group=group.pg, group_dst=0)
+    return torch.cat([p[:, :width] for p, width in zip(pieces, widths, strict=True)], dim=1)
+
+
+def send(x: Tensor, group: Group, to: int) -> dist.Work | None:
+    """Hand ``x`` to place ``to`` of the group without waiting; wait for the returned work before ``x`` changes."""
+    assert to != group.index
+    return dist.isend(x.contiguous(), group=group.pg, group_dst=to)
+
+
+def recv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: Group, frm: int) -> Tensor:
+    """Wait for a tensor from place ``frm`` of the group."""
+    assert frm != group.index
+    x = torch.empty(shape, dtype=dtype, device=device)
+    dist.recv(x, group=group.pg, group_src=frm)
+    return x

@@ -1,0 +1,1 @@
+"""Ways to start ranks: local processes, torchrun."""

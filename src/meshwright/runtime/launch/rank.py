@@ -1,0 +1,119 @@
+"""What runs inside one rank process: meet the others, run the target, report once, leave.
+
+The process group is never destroyed: tearing gloo down while its threads live can hang, so a rank ends by ``os._exit``
+after its report is out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from meshwright.errors import InputError, MeshwrightError
+
+#: ``prctl`` option: this signal arrives when the parent dies (Linux, prctl(2)).
+PR_SET_PDEATHSIG = 1
+
+
+def rank_main(
+    rank: int,
+    world: int,
+    host: str,
+    port: int,
+    backend: str,
+    timeout_s: float,
+    pipe: Connection,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Body of a rank: sends ``("port", n)`` (rank 0), then ``("result", value)`` or ``("error", ...)``.
+
+    It leaves when the launcher closes the pipe, after every rank has reported: rank 0 holds the store for all, and a
+    closed connection would make others fail.
+    """
+    _die_with_parent()
+    torch.set_num_threads(1)
+    try:
+        if world > 1:
+            _meet(rank, world, host, port, backend, timeout_s, pipe)
+        report: tuple[Any, ...] = ("result", target(rank, *args))
+    except BaseException as error:
+        report = ("error", *_described(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        pipe.send(report)
+        pipe.poll(timeout_s)
+    finally:
+        os._exit(0 if report[0] == "result" else 1)
+
+
+def _die_with_parent() -> None:
+    """No orphans: when the launcher is killed, so is the rank. Ctrl-C is the launcher's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _meet(rank: int, world: int, host: str, port: int, backend: str, timeout_s: float, pipe: Connection) -> None:
+    """Rank 0 opens the rendezvous store (on a free port when ``port`` is 0), the others learn the port and join."""
+    timeout = timedelta(seconds=timeout_s)
+    if rank == 0:
+        store = open_store(host, port, world, timeout)
+        pipe.send(("port", store.port))
+    else:
+        store = TCPStore(host, pipe.recv(), world, False, timeout)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def open_store(host: str, port: int, world: int, timeout: timedelta) -> TCPStore:
+    """The rendezvous store of rank 0.
+
+    Raises:
+        InputError: the port is taken.
+    """
+    try:
+        return TCPStore(host, port, world, True, timeout, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error) or "already in use" in str(error):
+            raise InputError(
+                f"port {port} on {host} is taken; choose another, or none and a free one is found"
+            ) from None
+        raise
+
+
+def _described(error: BaseException) -> tuple[type[MeshwrightError] | None, str, str, bool]:
+    """``(class to raise, line, traceback, whether it only follows from another rank's end)`` of an exception."""
+    line = (str(error).strip().splitlines() or [""])[0][:500]
+    if isinstance(error, MeshwrightError):
+        return type(error), str(error), traceback.format_exc(), False
+    frame = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({os.path.basename(frame[0].filename)}:{frame[0].lineno})" if frame else ""
+    text = f"{type(error).__name__}: {line}{where}" if line else f"{type(error).__name__}{where}"
+    return None, text, traceback.format_exc(), follows(error)
+
+
+def follows(error: BaseException) -> bool:
+    """Whether an exception says that a peer went away or was too late, rather than what went wrong itself."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError | ConnectionError):
+        return True
+    words = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Timed out waiting",
+        "gloo/transport",
+        "Broken pipe",
+    )
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -1,0 +1,108 @@
+"""The mesh of one rank: its coordinate and the process group of every axis. One object, passed by hand.
+
+::
+
+    mesh = build_mesh(placement, rank)      # after torch.distributed.init_process_group
+    mesh.group("tp").size                   # 1 for an axis of degree 1: no process group, no cost
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from meshwright.errors import IllegalLayoutError
+from meshwright.specs.placement import AXES, Coordinate, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks along one axis through one coordinate.
+
+    Attributes:
+        axis: ``tp``, ``pp``, ``dp`` or ``cp``.
+        ranks: global ranks, in the order of their places on the axis.
+        index: this rank's place.
+        pg: process group; None with one rank.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    index: int
+    pg: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """One rank's view of the layout.
+
+    Attributes:
+        placement: where everything lives.
+        rank: global rank. coordinate: its place on every axis.
+        device: where its tensors are.
+        groups: by axis, all of ``specs.placement.AXES``.
+        store: key-value store that all ranks reach, for what is said beside the tensors (sampled token ids); None in
+            a world of one.
+    """
+
+    placement: Placement
+    rank: int
+    coordinate: Coordinate
+    device: torch.device
+    groups: Mapping[str, Group]
+    store: distributed_c10d.Store | None = None
+
+    def group(self, axis: str) -> Group:
+        """The group of an axis.
+
+        Raises:
+            KeyError: no such axis.
+        """
+        return self.groups[axis]
+
+
+def build_mesh(placement: Placement, rank: int, device: str | torch.device = "cpu") -> Mesh:
+    """Make the process groups of every axis with more than one rank.
+
+    Collective: every rank of the world calls it once, and all ranks make all groups in the same order (axis by axis,
+    by ascending first rank), because torch.distributed numbers groups by the order in which they are made. A world
+    of one needs no torch.distributed at all.
+
+    Raises:
+        IllegalLayoutError: the layout needs another number of ranks than were started.
+    """
+    world = placement.layout.world
+    started = dist.get_world_size() if dist.is_initialized() else 1
+    if started != world:
+        raise IllegalLayoutError(
+            f"layout {placement.layout} needs {world} ranks, {started} were started; start {world}"
+        )
+    coordinate = placement.coordinate(rank)
+    groups: dict[str, Group] = {axis: _axis_group(placement, axis, rank) for axis in AXES}
+    store = distributed_c10d._get_default_store() if world > 1 else None
+    return Mesh(placement, rank, coordinate, torch.device(device), groups, store)
+
+
+def _axis_group(placement: Placement, axis: str, rank: int) -> Group:
+    """Make all groups of an axis and return the one that holds ``rank``."""
+    if getattr(placement.layout, axis) == 1:
+        return Group(axis, (rank,), 0, None)
+    mine: Group | None = None
+    for first in range(placement.layout.world):
+        ranks = placement.group(axis, placement.coordinate(first))
+        if ranks[0] != first:
+            continue
+        pg = dist.new_group(list(ranks), group_desc=axis)
+        if rank in ranks:
+            mine = Group(axis, ranks, ranks.index(rank), pg)
+    assert mine is not None
+    return mine

@@ -1,0 +1,1 @@
+"""Decoders built from a ModelSpec, and what the configuration says beyond it."""
