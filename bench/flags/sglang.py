@@ -101,7 +101,7 @@ def typed(flag: Flag, words: dict[str, ast.expr], kind: Hint, module: Module) ->
     action = ast.unparse(words["action"]) if "action" in words else ""
     if "BooleanOptionalAction" in action:
         off = tuple("--no-" + n[2:] for n in (flag.name, *flag.aliases))
-        return replace(flag, aliases=(*flag.aliases, *off), takes="switch", type="bool")
+        return replace(flag, takes="switch", type="bool", off=off)
     parser = ast.unparse(words["type_parser"]) if "type_parser" in words else ""
     if kind.choices:
         flag = replace(flag, type="choice", choices=kind.choices)

@@ -35,7 +35,13 @@ def graph_sequences(rows: Mapping[str, list[int]], device: Device, ranks: int) -
 
 
 def reserved_mib(
-    c: Mapping[str, Any], device: Device, tokens: int, layout: Layout, mla: bool, attention_replicas: int
+    c: Mapping[str, Any],
+    device: Device,
+    tokens: int,
+    layout: Layout,
+    mla: bool,
+    attention_replicas: int = 1,
+    requests: int | None = None,
 ) -> float:
     """MiB that the engine keeps free of weights and cache.
 
@@ -46,9 +52,10 @@ def reserved_mib(
         layout: degrees.
         mla: whether the model caches latents.
         attention_replicas: attention data parallel degree, 1 without.
+        requests: most requests of the whole server, where stated: no larger decode graph is captured.
     """
     stage = layout.tp * layout.cp * layout.dp
-    sequences = graph_sequences(c["graph_sequences"], device, stage)
+    sequences = min(graph_sequences(c["graph_sequences"], device, stage), requests or stage << 20)
     out = c["base_mib"] + max(tokens, c["least_tokens"]) * c["token_mib"] + stage * layout.pp / 8 * c["eight_ranks_mib"]
     out += sequences * c["graph_sequence_mib"]
     if attention_replicas > 1:
@@ -69,6 +76,9 @@ def static_share(
 ) -> float | None:
     """The engine's own ``mem_fraction_static``; None for an engine that has no such formula.
 
+    What it adds for attention replicas (74 GiB for 32 of them) is meant for its own defaults only: it counts where a
+    command is judged as it was typed, and a planned command states its share.
+
     Args:
         profile: engine.
         cluster: devices.
@@ -85,6 +95,7 @@ def static_share(
         tokens = step_defaults(profile.engine, profile.version, device).batched_tokens
     layout = layout or Layout(tp=cluster.devices_per_node)
     mla = spec is not None and spec.mla
-    replicas = layout.dp if spec is not None and spec.moe is not None else 1
-    kept = reserved_mib(constants, device, tokens, layout, mla, replicas) * MIB
+    replicas = layout.dp if settings.as_typed and spec is not None and spec.moe is not None else 1
+    requests = settings.max_num_seqs * layout.dp if settings.max_num_seqs is not None else None
+    kept = reserved_mib(constants, device, tokens, layout, mla, replicas, requests) * MIB
     return max(0.01, round(1 - kept / device.memory_bytes, 3))

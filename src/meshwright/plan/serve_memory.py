@@ -179,6 +179,12 @@ def _headroom_note(
         return ()
     assert settings.utilization is not None
     left = int(cluster.device.memory_bytes * (1 - settings.utilization))
+    if settings.as_typed and settings.utilization < 0.5 and placement.layout.dp > 1:
+        return (
+            f"{placement.profile.engine} keeps {gib(left)} of {gib(cluster.device.memory_bytes)} free by default, most "
+            f"of it for decode graphs of {placement.layout.dp} attention replicas: state the share "
+            "(--mem-fraction-static 0.8) and fewer graph sequences (--cuda-graph-max-bs-decode 128)",
+        )
     need = max(activation_bytes(placement, stage, settings, context, constants) for stage in placement.stages)
     if need <= left:
         return ()

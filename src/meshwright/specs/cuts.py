@@ -49,8 +49,8 @@ class Cuts:
         self._whole = frozenset(whole)
         around_experts = layout.dp > 1 and self.grid.replicas == 1 and spec.moe is not None
         self._wide = profile.wide_labels if around_experts else frozenset()
-        if layout.ep > 1:  # tokens, not sums, travel to the experts: shared ones stay with their tokens
-            self._wide -= {"shared_mlp"}
+        if layout.ep > 1:  # tokens, not sums, travel to the experts: the rest stays with its tokens
+            self._wide = self._wide - {"shared_mlp"} if layout.tp > 1 else frozenset()
         self._coarsest = self._coarsest_units(spec.families)
         self._grouped = self._coarsest_units(f for f in spec.families if f.part == "weight")
 

@@ -40,7 +40,8 @@ class EngineProfile:
         ep_fills: with expert parallelism an expert is cut over the ranks of the stage that ep leaves (SGLang and
             TensorRT-LLM: MoE tensor parallel = tp_size / ep) unless the layout says otherwise.
         wide_labels: labels that are cut over every rank of a stage where a mixture of experts has attention data
-            parallelism (SGLang: dense feed-forward blocks stay tensor parallel over tp_size).
+            parallelism (SGLang: dense feed-forward blocks stay tensor parallel over tp_size); with expert parallelism
+            shared experts stay with their tokens, and everything does where attention is not cut (wide EP).
         moe_tp_over: axes over which one expert is cut when ep is 1.
         shared_whole_under_ep: with ep, tp and dp all above 1 tokens are sharded over tp around the experts and the
             shared experts are held whole (vLLM's sequence parallel MoE).
@@ -93,6 +94,8 @@ class ServeSettings:
         speculative: load the multi-token-prediction layers.
         speculative_tokens: draft tokens a step when ``speculative``.
         text_only: do not load the vision encoder.
+        as_typed: the settings are those of a command as it stands: what it leaves open is the engine's own default even
+            where a planner would choose better (SGLang's headroom beside many attention replicas).
     """
 
     utilization: float | None = None
@@ -106,3 +109,4 @@ class ServeSettings:
     speculative: bool = False
     speculative_tokens: int = 1
     text_only: bool = False
+    as_typed: bool = False

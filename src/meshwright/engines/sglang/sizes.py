@@ -34,8 +34,14 @@ def replica_ranks(layout: Layout) -> int:
     return inside if layout.dp > 1 and layout.ep * expert_ranks(layout) == inside else 0
 
 
+def is_wide_ep(layout: Layout) -> bool:
+    """Whole attention on every rank and experts dealt over all: dense blocks are whole too
+    (``--moe-dense-tp-size 1``)."""
+    return layout.dp > 1 and layout.ep > 1 and layout.tp == 1 and not replica_ranks(layout)
+
+
 def wide_ranks(layout: Layout, moe: bool) -> int:
     """Ranks over which dense feed-forward blocks are cut: all of --tp-size (one replica of it), not attention tp."""
-    if not moe or replica_ranks(layout):
+    if not moe or replica_ranks(layout) or is_wide_ep(layout):
         return layout.tp
     return layout.tp * layout.cp * layout.dp
