@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 from bench.scoring import ScoreRow, Summary, summarize
 
-from meshwright.cli.main import app
 from tests.docs.rendering import text
+from tests.docs.test_docs import built_verbs
 from tests.shared import ROOT
 
 ENGLISH, CHINESE = "README.md", "README.zh.md"
@@ -69,7 +69,7 @@ def test_what_is_out_of_step_is_found(old: str, new: str, part: str) -> None:
 
 
 def test_what_is_not_built_is_named_as_missing() -> None:
-    built = {group.name for group in app.registered_groups} | {command.name for command in app.registered_commands}
+    built = built_verbs()
     there, _, missing = prose(text(ENGLISH)).partition("Not yet:")
     assert "meshwright plan" in there
     for verb in {"check", "prove", "run", "doctor", "calibrate"} - built:
