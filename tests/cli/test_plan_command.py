@@ -238,3 +238,24 @@ def test_the_installed_command_leaves_torch_polars_and_plotly_alone(model: str) 
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--block-size", "0", "--block-size 0 is out of range"),
+        ("--max-num-batched-tokens", "-1", "--max-num-batched-tokens -1 is out of range"),
+        ("--dtype", "bool", "--dtype 'bool' is not one of auto, bfloat16"),
+    ],
+)
+def test_values_that_no_engine_takes(run, flag: str, value: str, says: str) -> None:
+    code, out, err = run("plan", "serve", "llama-3.1-8b", "--on", "1xH100", flag, value)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+@pytest.mark.parametrize("dtype", ["auto", "half", "bfloat16", "bf16"])
+def test_dtypes_of_the_engine_are_taken(run, dtype: str) -> None:
+    code, out, _ = run("plan", "serve", "llama-3.1-8b", "--on", "1xH100", "--dtype", dtype, "--json")
+    assert code == 0
+    assert json.loads(out)["memory"]["worst"]["weights_bytes"] >> 30 == 14

@@ -25,6 +25,8 @@ plan_app = typer.Typer(
 MAX_TOKENS = 1 << 24
 #: Quantizations that vLLM applies to an unquantized checkpoint while loading and whose bytes are counted.
 RUNTIME_QUANTIZATION = ("fp8",)
+#: What vLLM takes for ``--dtype``, and our own short names.
+COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float", "bf16", "f16", "f32")
 
 
 @plan_app.callback()
@@ -149,7 +151,8 @@ def serve(
     from meshwright.specs.profile import ServeSettings
     from meshwright.specs.workload import Serve
 
-    for value, flag in ((isl, "--isl"), (osl, "--osl"), (max_model_len, "--max-model-len")):
+    lengths = ((isl, "--isl"), (osl, "--osl"), (max_model_len, "--max-model-len"), (block_size, "--block-size"))
+    for value, flag in (*lengths, (max_num_batched_tokens, "--max-num-batched-tokens")):
         if value is not None:
             in_range(value, flag, 1, MAX_TOKENS)
     for value, flag in ((concurrency, "--concurrency"), (max_num_seqs, "--max-num-seqs")):
@@ -160,6 +163,7 @@ def serve(
     if rate is not None:
         in_range(rate, "--rate", 1e-6, 1e9)
     one_of(quantization, "--quantization", RUNTIME_QUANTIZATION)
+    one_of(dtype, "--dtype", COMPUTE_DTYPES)
     one_of(phase, "--phase", ("prefill", "decode"))
     if utilization is not None:
         in_range(utilization, "--gpu-memory-utilization", 0.01, 1.0)
@@ -180,7 +184,7 @@ def serve(
         block_size=block_size,
         enforce_eager=enforce_eager,
         quantization=quantization,
-        dtype=dtype,
+        dtype=None if dtype == "auto" else dtype,
         speculative=speculative,
         text_only=text_only,
     )

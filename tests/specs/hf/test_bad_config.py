@@ -143,6 +143,16 @@ def test_special_files_are_refused(tmp_path: Path) -> None:
     assert time.monotonic() - start < 2
 
 
+def test_a_named_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    """Opening a pipe that nobody writes to would wait for ever."""
+    pipe = tmp_path / "config.json"
+    os.mkfifo(pipe)
+    for ref in (pipe, tmp_path):
+        code = f"from meshwright.specs.hf.read import read_model; read_model({str(ref)!r})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+        assert "not a regular file" in done.stderr
+
+
 def test_largest_accepted_file_takes_bounded_memory(tmp_path: Path) -> None:
     """Just under the limits on size and on values: under 700 MiB and a few seconds."""
     path = tmp_path / "config.json"

@@ -151,7 +151,7 @@ def _display_name(config_path: Path, ref: str) -> str:
 
 def _read(path: Path, where: str) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise InputError(f"{where}: not a regular file")
             data = file.read(MAX_FILE_BYTES + 1)
@@ -162,6 +162,11 @@ def _read(path: Path, where: str) -> bytes:
     if len(data) > MAX_FILE_BYTES:
         raise InputError(f"{where}: larger than {MAX_FILE_BYTES >> 20} MiB; a config.json is needed")
     return data
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open without waiting for a writer, as a named pipe would."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _offline() -> bool:
