@@ -213,9 +213,9 @@ def serve_cost(
     """Lower bounds of a decode step and of a prefill, and the throughput they allow.
 
     Without a stated concurrency the batch is what the caches hold, ``max_requests`` in all (at most
-    ``max_num_seqs`` a replica). A pipeline
-    of p stages decodes p batches in turn, each a p-th of the requests, so that a token takes p passes of the slowest
-    stage and one request a batch would leave the others idle.
+    ``max_num_seqs`` a replica). A pipeline of p stages decodes p batches in turn, each a p-th of the requests, so that
+    a token takes p passes of the slowest stage and one request a batch would leave the others idle. A step is these p
+    passes: every request is one token further.
     """
     layout = placement.layout
     if workload.concurrency is None:
@@ -230,13 +230,15 @@ def serve_cost(
     step_s = layout.pp * slowest
     busy_s = max(t.seconds for t in prefill) + workload.osl * step_s / requests
     worst = max(decode, key=lambda t: t.seconds)
+    step = Tally().plus(worst, layout.pp)
     return Cost(
-        bytes_read=worst.bytes_moved,
-        flops=worst.flops,
-        wire_bytes=worst.wire_bytes,
-        messages=worst.messages,
+        bytes_read=step.bytes_moved,
+        flops=step.flops,
+        wire_bytes=step.wire_bytes,
+        messages=step.messages,
         step_s=step_s,
         prefill_s=sum(t.seconds for t in prefill),
         tokens_per_s=layout.dp * workload.osl / busy_s,
         wire_share=worst.wire_s / worst.seconds if worst.seconds else 0.0,
+        requests=requests,
     )

@@ -193,10 +193,12 @@ def _bound_reason(ctx: ServeContext, chosen: Candidate) -> Reason:
     """What bounds a decode step at the peaks of device and links."""
     cost, device = chosen.cost, ctx.cluster.device
     memory_s = cost.bytes_read / device.bandwidth_bytes_s
+    count = "one request" if cost.requests == 1 else f"{cost.requests:,} requests"
+    replica = " a replica" if chosen.layout.dp > 1 else ""
     text = (
-        f"a decode step moves {binary(cost.bytes_read)} through the busiest rank's memory, {binary(cost.wire_bytes)} "
-        f"over its links in {cost.messages:,} messages: no faster than {cost.step_s * 1e3:,.2f} ms at the peaks "
-        f"({cost.wire_share:.0%} of it on links); layouts are ranked by these counts, not by a time prediction"
+        f"a decode step of {count}{replica} moves {binary(cost.bytes_read)} through the busiest rank's memory, "
+        f"{binary(cost.wire_bytes)} over its links in {cost.messages:,} messages: no faster than "
+        f"{cost.step_s * 1e3:,.2f} ms at the peaks ({cost.wire_share:.0%} of it on links); layouts are ranked by these counts, not by a time prediction"
     )
     numbers = {"step_lower_bound_s": cost.step_s, "memory_s": memory_s, "wire_bytes": cost.wire_bytes}
     return Reason("bound", text, numbers)

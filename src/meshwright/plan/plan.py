@@ -48,6 +48,7 @@ class Cost:
         tokens_per_s: upper bound of the whole cluster's output tokens (serving) or trained tokens a second.
         wire_share: part of ``step_s`` that is communication.
         bubble: part of the step that pipeline stages stand idle (training).
+        requests: requests of one replica in the decode step (serving); without a stated concurrency as many as fit.
     """
 
     bytes_read: float
@@ -59,6 +60,7 @@ class Cost:
     tokens_per_s: float
     wire_share: float = 0.0
     bubble: float = 0.0
+    requests: int = 0
 
 
 @dataclass(frozen=True, slots=True)
