@@ -198,7 +198,8 @@ def _bound_reason(ctx: ServeContext, chosen: Candidate) -> Reason:
     text = (
         f"a decode step of {count}{replica} moves {binary(cost.bytes_read)} through the busiest rank's memory, "
         f"{binary(cost.wire_bytes)} over its links in {cost.messages:,} messages: no faster than "
-        f"{cost.step_s * 1e3:,.2f} ms at the peaks ({cost.wire_share:.0%} of it on links); layouts are ranked by these counts, not by a time prediction"
+        f"{cost.step_s * 1e3:,.2f} ms at the peaks ({cost.wire_share:.0%} of it on links); layouts are ranked by these "
+        "counts, not by a time prediction"
     )
     numbers = {"step_lower_bound_s": cost.step_s, "memory_s": memory_s, "wire_bytes": cost.wire_bytes}
     return Reason("bound", text, numbers)
