@@ -6,6 +6,8 @@ registers both spellings) and no prefixes (``allow_abbrev=False``).
 
 from __future__ import annotations
 
+import ast
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +34,24 @@ def table(path: Path) -> FlagTable:
     return FlagTable("accelerate", version, path.name, found, prefixes=False)
 
 
+def config_keys(path: Path) -> list[str]:
+    """Keys of the YAML: fields of ``BaseConfig`` and ``ClusterConfig``, and old ones that ``process_config`` takes."""
+    module = Wheel(path).module("accelerate.commands.config.config_args")
+    assert module is not None
+    keys = {"fp16", "dynamo_backend"}
+    for name in ("BaseConfig", "ClusterConfig"):
+        found = module.find(name)
+        assert found is not None
+        assert isinstance(found.node, ast.ClassDef)
+        keys |= {ast.unparse(i.target) for i in found.node.body if isinstance(i, ast.AnnAssign)}
+    return sorted(keys)
+
+
 def main() -> None:
-    """Write ``flags_<version>.json`` beside the engine."""
+    """Write ``flags_<version>.json`` and ``config_<version>.json`` beside the engine."""
     made = table(Path(sys.argv[1]))
+    known = {"version": made.version, "source": made.source, "keys": config_keys(Path(sys.argv[1]))}
+    (TARGET / f"config_{made.version}.json").write_text(json.dumps(known, indent=1) + "\n", encoding="ascii")
     (TARGET / f"flags_{made.version}.json").write_text(table_to(made), encoding="ascii")
     print(f"{len(made.flags)} flags of {made.source}")
 

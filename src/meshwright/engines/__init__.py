@@ -21,6 +21,9 @@ FOLDERS: dict[str, str] = {
     "sglang": "meshwright.engines.sglang",
     "meshwright": "meshwright.engines.own",
     "deepspeed": "meshwright.engines.deepspeed",
+    "accelerate": "meshwright.engines.accelerate",
+    "transformers": "meshwright.engines.transformers",
+    "torchrun": "meshwright.engines.torchrun",
     "megatron": "meshwright.engines.megatron",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshwright.engines.base import FlagTable, Invocation
+from meshwright.engines.base import FlagTable, Invocation, Request
 from meshwright.engines.launcher import Launch
 from meshwright.errors import InputError
 from meshwright.specs.checks import broken
@@ -77,3 +77,9 @@ def fill_dp(layout: Layout, world: int) -> tuple[Layout, tuple[Rule, ...]]:
         )
         return layout.with_(dp=1), (rule,)
     return layout.with_(dp=world // other), ()
+
+
+def on_host(request: Request) -> tuple[str, ...]:
+    """States that a request keeps in host memory: parameters, gradients, optimizer."""
+    stated = request.train_options.get("on_host", ())
+    return tuple(map(str, stated)) if isinstance(stated, tuple) else ()

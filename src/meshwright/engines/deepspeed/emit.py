@@ -8,6 +8,7 @@ from meshwright.engines.base import Emission, OutFile, Request
 from meshwright.engines.deepspeed.understand import WORKSPACE_BYTES
 from meshwright.engines.torchrun.emit import quoted, spread
 from meshwright.engines.trainer_words import script_words
+from meshwright.engines.training import on_host
 from meshwright.errors import InputError
 from meshwright.specs.command import Command
 from meshwright.specs.dtypes import size_bytes
@@ -113,8 +114,7 @@ def _zero(request: Request, work: Train) -> dict[str, object]:
     if layout.zero == 0:
         return zero
     zero |= {"contiguous_gradients": True, "overlap_comm": True, "reduce_bucket_size": _bucket(request, work)}
-    hosted = request.train_options.get("on_host", ())
-    assert isinstance(hosted, tuple)
+    hosted = on_host(request)
     if "optimizer" in hosted or work.offload == "optimizer":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if "parameters" in hosted and layout.zero == 3:
