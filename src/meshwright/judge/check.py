@@ -25,7 +25,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "torchtitan": ("torchtitan",),
     "deepspeed": ("deepspeed",),
     "accelerate": ("accelerate",),
-    "transformers": ("transformers", "distributed_config", "tp_plan", "--fsdp"),
+    "transformers": ("transformers", "distributed_config", "tp_plan", "--fsdp", "tp_size", "fsdp_size"),
     "torchrun": ("torchrun", "torch.distributed"),
 }
 
