@@ -16,15 +16,16 @@ Words = Callable[[Sequence[str]], Sequence[str] | None]
 _NUMBER = re.compile(r"\$(NODE_RANK|DP_RANK)\b|\$\(\([^()]*\)\)")
 
 
-def refused(commands: Iterable[Command], table: FlagTable, words_of: Words, positionals: int = 1) -> list[str]:
-    """What the table refuses in the commands that start the engine, one line each.
+def numbered(words: Iterable[str]) -> list[str]:
+    """Words with 1 for the variables of our own that stand for numbers, as a shell would put one in."""
+    return [_NUMBER.sub("1", word) for word in words]
 
-    Variables of our own that stand for numbers are taken as 1, as a shell would put one in.
-    """
+
+def refused(commands: Iterable[Command], table: FlagTable, words_of: Words, positionals: int = 1) -> list[str]:
+    """What the table refuses in the commands that start the engine, one line each."""
     bad = []
     for command in commands:
         words = words_of(shlex.split(command.text))
         if words is not None:
-            numbered = [_NUMBER.sub("1", word) for word in words]
-            bad += [f"{command.purpose}: {line}" for line in rejected(numbered, table, positionals)]
+            bad += [f"{command.purpose}: {line}" for line in rejected(numbered(words), table, positionals)]
     return bad

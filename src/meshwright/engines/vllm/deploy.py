@@ -68,6 +68,7 @@ class Instance:
         head: variable that holds the address of its first node.
         first: number of its first node in the whole cluster.
         purpose: what every command's purpose begins with.
+        shared: the whole cluster has several nodes, also where the instance has one.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Instance:
     head: str = "$HEAD_IP"
     first: int = 0
     purpose: str = "serve"
+    shared: bool = False
 
     @property
     def base(self) -> list[str]:
@@ -153,7 +155,7 @@ def single(i: Instance) -> list[Command]:
             "use mp, ray or headless"
         )
     words = [*i.base, *replica_words(i.layout)]
-    return [i.command(0 if i.cluster.nodes > 1 else None, "", words, partition(i.layout))]
+    return [i.command(0 if i.shared or i.cluster.nodes > 1 else None, "", words, partition(i.layout))]
 
 
 def mp(i: Instance, *, all_at_once: bool = False) -> list[Command]:

@@ -131,4 +131,5 @@ def _memory_note(commands: Sequence[Command]) -> tuple[str, ...]:
 def _files_notes(way: str, files: Sequence[OutFile]) -> tuple[str, ...]:
     shared = "/dev/shm is a memory volume of 16 GiB: ranks of a node exchange through it, a pod has 64 MiB by default"
     first = "set the interface with option interface=NAME if it is not the one written"
-    return (first, *(() if way == "slurm" else (shared,)), *(f"{f.path}: {f.purpose}" for f in files))
+    ray = ("the image must hold Ray beside vLLM",) if way == "kuberay" else ()
+    return (first, *(() if way == "slurm" else (shared,)), *ray, *(f"{f.path}: {f.purpose}" for f in files))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 MAX_LINE, MAX_CONFIG_LINE = 4096, 1 << 16
 
 _N = r"(\d{1,7}(?:\.\d{1,9})?)"
-_COUNT = r"(\d{1,3}(?:,\d{3}){0,5}|\d{1,15})"
+_COUNT = r"(\d{1,3}(?:,\d{3}){1,5}|\d{1,15})"
 
 #: Terminal colours and other control sequences.
 ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,20}[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
@@ -89,9 +89,9 @@ PATTERNS: tuple[Pattern, ...] = (
     _gib("total_gpu_memory (", rf"{_N} ?GiB\) x gpu_memory_utilization \({_N}\)", "total", "utilization"),
     _gib("KV cache size: ", rf"{_COUNT} tokens", "tokens"),
     _gib("Maximum concurrency for ", rf"{_COUNT} tokens per request: {_N}x", "context", "concurrency"),
-    _gib("# GPU blocks: ", rf"{_COUNT}", "blocks"),
-    _gib("# cuda blocks: ", rf"{_COUNT}", "blocks"),
-    _gib("# CUDA blocks: ", rf"{_COUNT}", "blocks"),
+    _gib("# GPU blocks: ", rf"{_COUNT}, ", "blocks"),
+    _gib("# cuda blocks: ", rf"{_COUNT}, ", "blocks"),
+    _gib("# CUDA blocks: ", rf"{_COUNT}, ", "blocks"),
     _gib("Setting attention block size to ", rf"{_COUNT} tokens", "hybrid_block"),
     _gib("Tensor parallel size (", rf"{_COUNT}\) exceeds available GPUs \({_COUNT}\)", "world", "devices"),
 )

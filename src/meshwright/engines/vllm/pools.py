@@ -197,6 +197,7 @@ def pools(
                 f"${side.upper()}_IP",
                 0 if together or not place else counts[0],
                 side,
+                cluster.nodes > 1,
             )
         )
     return Pools(sides[0], sides[1], connector)
@@ -233,10 +234,9 @@ def pool_commands(both: Pools) -> list[Command]:
     """Commands of the two sides, then the proxy."""
     out: list[Command] = []
     for side in (both.prefill, both.decode):
-        way = usual(side)
-        out += [
-            replace(c, note=c.note or "set NODE_IP to this node's address") if side.env else c for c in WAYS[way](side)
-        ]
+        written = WAYS[usual(side)](side)
+        own = any(value == "$NODE_IP" for _, value in side.env)
+        out += [replace(c, note="set NODE_IP to this node's address") if own and not c.note else c for c in written]
     return [*out, proxy(both)]
 
 

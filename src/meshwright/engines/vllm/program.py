@@ -154,8 +154,8 @@ def _container(argv: Sequence[str]) -> Program | None:
     if at >= len(argv) or (image := _IMAGE.fullmatch(argv[at])) is None:
         return None
     rest = list(argv[at + 1 :])
-    inner = find_program(rest, 1) if rest else None
     entry = next((v for n, v in flags if n == "--entrypoint"), "")
+    inner = find_program([entry, *rest] if _base(entry) in _SHELLS else rest, 1) if rest else None
     if inner is None and ("vllm" not in argv[at] or _base(entry) not in {"", "vllm"}):
         return None
     if inner is None and rest[:1] == ["serve"]:  # the entry point is vllm itself
