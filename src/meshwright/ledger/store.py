@@ -150,6 +150,24 @@ def _head(ledger: Ledger) -> str:
     return json.dumps({"version": ledger.version, "meta": _meta({"version": VERSION, "meta": ledger.meta}, "meta")})
 
 
+def head_line(ledger: Ledger) -> str:
+    """The first line of a JSON lines file: version and meta."""
+    return _head(ledger) + "\n"
+
+
+def row_lines(table: str, rows: Iterable[Any]) -> Iterator[str]:
+    """One line of a JSON lines file for every row of ``table``; lines may be appended to a file as rows come.
+
+    Raises:
+        InputError: a value that the format cannot hold.
+    """
+    columns = TABLES[table][1]
+    for row in rows:
+        values = {n: _checked(getattr(row, n), kind, f"{table}: {n}") for n, kind in columns.items()}
+        line = {"table": table, **{n: v for n, v in values.items() if v is not None}}
+        yield json.dumps(line, separators=(",", ":")) + "\n"
+
+
 def write_jsonl(ledger: Ledger, path: str | Path) -> None:
     """Write a ledger as JSON lines.
 
@@ -158,12 +176,9 @@ def write_jsonl(ledger: Ledger, path: str | Path) -> None:
     """
     try:
         with open(path, "w", encoding="utf-8") as out:
-            out.write(_head(ledger) + "\n")
-            for table, (_, columns) in TABLES.items():
-                for row in _rows(ledger, table):
-                    values = {n: _checked(getattr(row, n), kind, f"{table}: {n}") for n, kind in columns.items()}
-                    line = {"table": table, **{n: v for n, v in values.items() if v is not None}}
-                    out.write(json.dumps(line, separators=(",", ":")) + "\n")
+            out.write(head_line(ledger))
+            for table in TABLES:
+                out.writelines(row_lines(table, _rows(ledger, table)))
     except OSError as error:
         _fail(str(path)[:200], f"cannot be written ({error.strerror})")
 

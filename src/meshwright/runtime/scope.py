@@ -20,7 +20,8 @@ class Where(NamedTuple):
     microbatch: int | None = None
 
 
-_WHERE: ContextVar[Where] = ContextVar("meshwright_where", default=Where())
+_NOWHERE = Where()
+_WHERE: ContextVar[Where] = ContextVar("meshwright_where", default=_NOWHERE)
 
 
 def where() -> Where:
@@ -28,7 +29,7 @@ def where() -> Where:
     return _WHERE.get()
 
 
-class scope:  # noqa: N801 - used as a statement: with scope(layer=3)
+class scope:
     """``with scope(phase="decode", step=4): with scope(layer=3, name="mixer output"): ...``
 
     Fields that are not given keep the value of the scope around; leaving restores it.
@@ -45,12 +46,20 @@ class scope:  # noqa: N801 - used as a statement: with scope(layer=3)
         step: int | None = None,
         microbatch: int | None = None,
     ) -> None:
-        self._fields = (layer, phase, name, step, microbatch)
+        self._fields = Where(layer, phase, name, step, microbatch)
         self._token: Token[Where] | None = None
 
     def __enter__(self) -> None:
-        outer = _WHERE.get()
-        self._token = _WHERE.set(Where(*(o if f is None else f for f, o in zip(self._fields, outer, strict=True))))
+        o, f = _WHERE.get(), self._fields
+        self._token = _WHERE.set(
+            Where(
+                o.layer if f.layer is None else f.layer,
+                o.phase if f.phase is None else f.phase,
+                o.name if f.name is None else f.name,
+                o.step if f.step is None else f.step,
+                o.microbatch if f.microbatch is None else f.microbatch,
+            )
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
