@@ -57,6 +57,8 @@ def _refuse(layout: Layout, work: Train) -> None:
         raise InputError("DeepSpeed's pipeline runs 1f1b and splits layers itself; drop stage_layers and schedule")
     if work.offload == "activations":
         raise InputError("activations are offloaded by the script (checkpointing), not by DeepSpeed's configuration")
+    if work.recompute == "selective":
+        raise InputError("the Trainer recomputes whole layers or nothing, not selective parts; use recompute full")
     rounds = layout.dp * layout.micro_batch
     if work.global_batch % rounds:
         raise InputError(
