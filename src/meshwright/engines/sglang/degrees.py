@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.engines.flagwords import Words, shown
+from meshwright.engines.flagwords import Words, shown, unexpanded
 from meshwright.errors import InputError
 from meshwright.specs.layout import MAX_DEGREE, Layout
 
@@ -97,6 +97,16 @@ def read_degrees(words: Words, env: Mapping[str, str]) -> Degrees:
         backend=backend,
         stages=_partition(env.get("SGLANG_PP_LAYER_PARTITION", "")),
     )
+
+
+def node_rank(words: Words) -> int | None:
+    """``--node-rank``; None where it is not given or a shell variable, as in a script that every node runs.
+
+    Raises:
+        InputError: no whole number.
+    """
+    given = words.find("--node-rank")
+    return None if given is None or unexpanded(given.value) else words.whole("--node-rank", 0)
 
 
 def _degree(words: Words, name: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from meshwright.engines.base import FlagTable
 from meshwright.engines.flagtable import owners
 from meshwright.engines.flagwords import Words, shown, unexpanded
-from meshwright.engines.sglang.degrees import SPANNING, Degrees
+from meshwright.engines.sglang.degrees import SPANNING, Degrees, node_rank
 from meshwright.specs.checks import broken, divisors, named
 from meshwright.specs.rules import Rule, Severity
 
@@ -165,7 +165,7 @@ def _sizes(words: Words, d: Degrees) -> Iterator[Rule]:
 
 
 def _nodes(words: Words, d: Degrees) -> Iterator[Rule]:
-    nodes, rank = words.whole("--nnodes", 1) or 1, words.whole("--node-rank", 0)
+    nodes, rank = words.whole("--nnodes", 1) or 1, node_rank(words)
     if d.dp_size > 1 and nodes > 1:
         yield broken(
             "replicas_over_nodes",

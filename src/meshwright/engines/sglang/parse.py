@@ -12,7 +12,7 @@ from meshwright.engines.flagtable import load_table, split_words
 from meshwright.engines.flagwords import Words, shown
 from meshwright.engines.plainyaml import load
 from meshwright.engines.sglang import findings
-from meshwright.engines.sglang.degrees import Degrees, read_degrees
+from meshwright.engines.sglang.degrees import Degrees, node_rank, read_degrees
 from meshwright.engines.sglang.profile import PROFILES
 from meshwright.engines.sglang.program import find_program
 from meshwright.engines.sglang.settings import read_settings
@@ -121,7 +121,7 @@ def understood(
         workload=_lengths(context),
         settings=settings,
         nodes=nodes,
-        node_rank=words.whole("--node-rank", 0),
+        node_rank=node_rank(words),
         devices=visible_devices(env) if (nodes or 1) == 1 else None,
         deployment=_deployment(words, nodes or 1),
         given=tuple((g.name, g.value) for g in words.given),

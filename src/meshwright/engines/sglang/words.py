@@ -54,7 +54,8 @@ def degrees(layout: Layout, moe: bool) -> list[str]:
         words += ["--ep-size", str(layout.ep)]
         if attention and layout.ep == ranks:
             words += ["--moe-a2a-backend", "deepep", "--enable-dp-lm-head"]
-            words += ["--moe-dense-tp-size", "1"] if is_wide_ep(layout) else []
+        if attention and is_wide_ep(layout):
+            words += ["--moe-dense-tp-size", "1"]
     if moe and layout.etp is not None:
         held = layout.ep * layout.etp
         if ranks % held:
