@@ -1,0 +1,161 @@
+"""Paged KV cache: fixed blocks of token slots, and for every sequence the table of the blocks it owns.
+
+Each rank caches the layers of its stage and the KV heads of its place on tp; all ranks of a replica hand out the same
+blocks in the same order, so tables need not travel. Legend: T tokens of a pass, B sequences of a pass, H heads, d head
+width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens of one pass through the model, sequences one behind the other.
+
+    Attributes:
+        ids_T, positions_T: token ids and absolute positions.
+        slots_T: where each token's key and value are written: block x block size + offset.
+        lengths: tokens of each sequence in this pass.
+        contexts: tokens of each sequence that the cache holds after the pass.
+        table_BM: block table of each sequence, padded with block 0.
+        sampled: rows of T whose logits are wanted.
+        phase: ``prefill`` or ``decode``.
+    """
+
+    ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    lengths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    table_BM: Tensor
+    sampled: Tensor
+    phase: str
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.ids_T.shape[0]
+
+
+class BlockTables:
+    """Which blocks belong to which sequence, and how many tokens each has. Pure bookkeeping, no tensor."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.free = list(range(blocks - 1, -1, -1))
+        self.tables: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+
+    def extend(self, sequence: int, tokens: int) -> list[int]:
+        """Slots of ``tokens`` more tokens of a sequence, taking blocks as they fill.
+
+        Raises:
+            InputError: no free block is left; nothing was taken.
+        """
+        table, start = self.tables.setdefault(sequence, []), self.lengths.get(sequence, 0)
+        missing = blocks_for(start + tokens, self.block_size) - len(table)
+        if missing > len(self.free):
+            raise InputError(
+                f"KV cache: {missing} blocks of {self.block_size} tokens are needed, {len(self.free)} are free; "
+                "give it more blocks or run fewer sequences"
+            )
+        table.extend(self.free.pop() for _ in range(missing))
+        self.lengths[sequence] = start + tokens
+        size = self.block_size
+        return [table[p // size] * size + p % size for p in range(start, start + tokens)]
+
+    def release(self, sequence: int) -> None:
+        """Give all blocks of a finished sequence back."""
+        self.free.extend(reversed(self.tables.pop(sequence, [])))
+        self.lengths.pop(sequence, None)
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that hold ``tokens`` tokens."""
+    return -(-tokens // block_size)
+
+
+class PagedCache:
+    """Keys and values of one rank: for every layer of its stage ``(blocks, block size, H, d)`` each.
+
+    Args:
+        layers: layers of the stage. blocks, block_size: slots of the pool.
+        kv_heads: KV heads that this rank holds. head_dim: width of a key, and of a value.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (blocks, block_size, kv_heads, head_dim)
+        self.block_size = block_size
+        self.tables = BlockTables(blocks, block_size)
+        self.device = device
+        self.k = {i: torch.zeros(shape, dtype=dtype, device=device) for i in layers}
+        self.v = {i: torch.zeros(shape, dtype=dtype, device=device) for i in layers}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool on this rank."""
+        return sum(t.numel() * t.element_size() for t in (*self.k.values(), *self.v.values()))
+
+    def write(self, layer: int, slots_T: Tensor, k_THd: Tensor, v_THd: Tensor) -> None:
+        """Store the keys and values of a pass."""
+        self.k[layer].flatten(0, 1).index_copy_(0, slots_T, k_THd)
+        self.v[layer].flatten(0, 1).index_copy_(0, slots_T, v_THd)
+
+    def read(self, layer: int, table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first ``tokens`` tokens: ``(..., tokens, H, d)`` for a table ``(..., M)``."""
+        used = table[..., : blocks_for(tokens, self.block_size)]
+        k, v = self.k[layer][used], self.v[layer][used]
+        at = used.dim() - 1
+        return k.flatten(at, at + 1).narrow(at, 0, tokens), v.flatten(at, at + 1).narrow(at, 0, tokens)
+
+    def batch(self, parts: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[bool], phase: str) -> Batch:
+        """Lay out one pass and take the blocks it needs.
+
+        Args:
+            parts: ``(sequence, next token ids)``, one row a sequence.
+            wanted: for every row whether the logits of its last token are.
+            phase: ``prefill`` or ``decode``.
+        """
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        ends: list[int] = []
+        for sequence, tokens in parts:
+            start = self.tables.lengths.get(sequence, 0)
+            slots += self.tables.extend(sequence, len(tokens))
+            ids += tokens
+            positions += range(start, start + len(tokens))
+            ends.append(len(ids) - 1)
+        tables = [self.tables.tables[sequence] for sequence, _ in parts]
+        wide = max(map(len, tables))
+
+        def tensor(values: object) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+        return Batch(
+            tensor(ids),
+            tensor(positions),
+            tensor(slots),
+            tuple(len(tokens) for _, tokens in parts),
+            tuple(self.tables.lengths[sequence] for sequence, _ in parts),
+            tensor([table + [0] * (wide - len(table)) for table in tables]),
+            tensor([end for end, want in zip(ends, wanted, strict=True) if want]),
+            phase,
+        )

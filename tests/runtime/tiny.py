@@ -1,0 +1,121 @@
+"""Small random models of every family the runtime runs, and what transformers computes for them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import engines
+from meshwright.runtime.checkpoint import read_folder, write_random
+from meshwright.runtime.job import GenerateJob
+from meshwright.specs.layout import parse_layout
+from meshwright.specs.placement import Placement, place
+
+#: Sizes are odd on purpose: 9 heads over 3 KV heads, an odd vocabulary, an odd MLP width.
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 72,
+    "intermediate_size": 101,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+
+EVEN = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "even": EVEN,
+    "biased": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 7},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+}
+
+#: Unequal prompts; lengths around the block boundaries of blocks of 4.
+PROMPTS: tuple[tuple[int, ...], ...] = (
+    (5, 99, 17, 3, 64, 120, 7),
+    (1, 2, 3, 4),
+    (77,),
+    (11, 12, 13, 14, 15, 16, 17, 18, 19),
+)
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    """Configuration of a small model."""
+    return {**BASE, **MODELS[name], **changes}
+
+
+def write(folder: Path, name: str, **changes: Any) -> Path:
+    """Write a random checkpoint; returns its folder."""
+    write_random(config(name, **changes), folder, seed=3)
+    return folder
+
+
+def placement(folder: Path, layout: str) -> Placement:
+    """Placement of a checkpoint under a layout of our own runtime."""
+    return place(read_folder(folder).spec, parse_layout(layout), engines.profile("meshwright"))
+
+
+def job(
+    folder: Path, layout: str, prompts: Sequence[Sequence[int]] = PROMPTS, new: int = 6, **options: Any
+) -> GenerateJob:
+    """A generation that keeps its logits, in blocks of 4."""
+    dtype = options.pop("dtype", "f32")
+    return GenerateJob(
+        str(folder),
+        placement(folder, layout),
+        tuple(map(tuple, prompts)),
+        new,
+        {"keep_logits": True, "block_size": 4, **options},
+        dtype,
+    )
+
+
+@functools.cache
+def oracle(
+    folder: Path, prompts: tuple[tuple[int, ...], ...] = PROMPTS, new: int = 6
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Greedy tokens and the logits they were chosen from, by transformers, each prompt alone, without a cache."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens, logits = [], []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = list(prompt)
+            rows = []
+            for _ in range(new):
+                row = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+                rows.append(row)
+                ids.append(int(row.argmax()))
+            tokens.append(ids[len(prompt) :])
+            logits.append(torch.stack(rows))
+    return tokens, logits
+
+
+def as_json(value: Any) -> str:
+    """For messages."""
+    return json.dumps(value)
