@@ -25,6 +25,7 @@ FOLDERS: dict[str, str] = {
     "transformers": "meshwright.engines.transformers",
     "torchrun": "meshwright.engines.torchrun",
     "megatron": "meshwright.engines.megatron",
+    "torchtitan": "meshwright.engines.torchtitan",
 }
 
 #: The engine of ``plan serve`` when none is named.
@@ -78,6 +79,11 @@ def load(name: str) -> Engine:
     if found is None:
         raise InputError(f"{engine} has a profile only; its commands cannot be read or written yet")
     return cast(Engine, found)
+
+
+def can_emit(engine: str) -> bool:
+    """Whether the engine's folder writes commands (our own runtime does not yet)."""
+    return hasattr(import_module(FOLDERS[engine]), "ENGINE")
 
 
 def commands(
