@@ -14,18 +14,31 @@ from meshwright.specs.profile import ServeSettings
 from meshwright.specs.workload import Serve, Train
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from meshwright.engines.base import Deployment, Emission
     from meshwright.ledger.schema import Ledger
-    from meshwright.plan.plan import Command, Plan
+    from meshwright.plan.plan import Plan
     from meshwright.plan.strategies import StrategyRow
+
+#: Engines that train -> preset of what their memory depends on (``plan/constants/training.json``).
+TRAINERS = {
+    "meshwright": "torch",
+    "torchtitan": "torchtitan",
+    "megatron": "megatron-core",
+    "deepspeed": "torch",
+    "accelerate": "torch",
+    "transformers": "torch",
+}
 
 
 def _model(model: str | ModelSpec) -> ModelSpec:
     return read_model(model) if isinstance(model, str) else model
 
 
-def _served_name(model: str | ModelSpec, spec: ModelSpec) -> str:
+def _served_name(model: str, spec: ModelSpec) -> str:
     """What an engine is told: a hub id, or the folder of a local configuration."""
-    if not isinstance(model, str):
+    if not model:
         return spec.name
     return model.rpartition("/")[0] or "." if model.endswith(".json") else model
 
@@ -36,6 +49,12 @@ def _cluster(on: str | Cluster) -> Cluster:
 
 def _layout(layout: str | Layout | None) -> Layout | None:
     return parse_layout(layout) if isinstance(layout, str) else layout
+
+
+def _starts(plan: Plan) -> bool:
+    """Whether the engine comes up with the layout: its caches hold one request at least."""
+    memory = plan.chosen.memory if plan.chosen is not None else None
+    return getattr(memory, "max_requests", 0) > 0
 
 
 def plan_serve(
@@ -53,19 +72,53 @@ def plan_serve(
         InputError: an unknown model, device, link, engine or layout key.
     """
     from meshwright import engines
-    from meshwright.engines.vllm.command import commands
     from meshwright.plan.serve import plan_serve as decide
 
     spec, cluster, profile = _model(model), _cluster(on), engines.profile(engine)
     workload = workload or Serve()
     plan = decide(spec, cluster, workload, profile, settings or ServeSettings(), _layout(layout))
     notes = (*spec.assumptions, *cluster.notes, *(plan.chosen.memory.notes if plan.chosen else ()))
-    typed: tuple[Command, ...] = ()
-    if plan.layout is not None and plan.legal and profile.engine == "vllm" and plan.settings is not None:
-        typed = commands(
-            model if isinstance(model, str) else spec.name, plan.layout, cluster, workload, plan.settings, profile
+    named = replace(plan, notes=notes, asked=model if isinstance(model, str) else spec.name)
+    return replace(named, commands=emit(named).commands if named.legal and _starts(named) else ())
+
+
+def plan_pools(
+    model: str | ModelSpec,
+    on: str | Cluster,
+    workload: Serve | None = None,
+    *,
+    prefill: str | Layout,
+    decode: str | Layout,
+    engine: str = "vllm",
+    settings: ServeSettings | None = None,
+) -> tuple[Plan, Plan]:
+    """Judge a prefill pool and a decode pool beside it; each gets the whole nodes that its ranks need.
+
+    The prefill side holds one request at a time, the decode side all requests in flight.
+
+    Raises:
+        InputError: the two need more devices than there are, or an unknown name.
+    """
+    spec, cluster = _model(model), _cluster(on)
+    workload = workload or Serve()
+    layouts = [_layout(prefill), _layout(decode)]
+    assert layouts[0] is not None
+    assert layouts[1] is not None
+    node = cluster.devices_per_node
+    nodes = [-(-layout.world // node) for layout in layouts if layout is not None]
+    if sum(nodes) > cluster.nodes and sum(x.world for x in layouts if x is not None) > cluster.devices:
+        raise InputError(
+            f"prefill on {layouts[0].world} and decode on {layouts[1].world} devices need {sum(nodes)} nodes of "
+            f"{node}, the cluster has {cluster.nodes}"
         )
-    return replace(plan, notes=notes, commands=typed)
+    works = (replace(workload, concurrency=None, rate=None), workload)
+    name = model if isinstance(model, str) else spec.name
+    plans = []
+    for layout, count, work in zip(layouts, nodes, works, strict=True):
+        part = replace(cluster, nodes=min(count, cluster.nodes))
+        plan = plan_serve(spec, part, work, layout=layout, engine=engine, settings=settings)
+        plans.append(replace(plan, asked=name))
+    return plans[0], plans[1]
 
 
 def plan_train(
@@ -77,27 +130,64 @@ def plan_train(
     engine: str = "meshwright",
     recompute_fixed: bool = False,
 ) -> Plan:
-    """Judge ``layout`` for training, or choose one that uses the whole cluster.
+    """Judge ``layout`` for training, or choose one that uses the whole cluster; the engine's commands are attached.
 
     Raises:
-        InputError: an unknown model, device, link, engine or layout key.
+        InputError: an unknown model, device, link, engine or layout key, or an engine that does not train.
     """
     from meshwright import engines
     from meshwright.plan.train import plan_train as decide
-    from meshwright.plan.train_memory import DEFAULT_ENGINE
+    from meshwright.plan.train_engine import engine_preset
 
-    spec, cluster = _model(model), _cluster(on)
-    plan = decide(
-        spec,
-        cluster,
-        workload or Train(),
-        engines.profile(engine),
-        DEFAULT_ENGINE,
-        _layout(layout),
-        recompute_fixed=recompute_fixed,
-    )
+    spec, cluster, profile = _model(model), _cluster(on), engines.profile(engine)
+    if not profile.trains:
+        raise InputError(f"{profile.name} does not train; take one of {', '.join(TRAINERS)}")
+    preset = engine_preset(TRAINERS.get(profile.engine, "torch"))
+    plan = decide(spec, cluster, workload or Train(), profile, preset, _layout(layout), recompute_fixed=recompute_fixed)
     notes = (*spec.assumptions, *cluster.notes, *(plan.chosen.memory.notes if plan.chosen else ()))
-    return replace(plan, notes=notes)
+    named = replace(plan, notes=notes, asked=model if isinstance(model, str) else spec.name)
+    return replace(named, commands=emit(named).commands if named.ok else ())
+
+
+def emit(
+    plan: Plan,
+    *,
+    prefill: Plan | None = None,
+    deployment: Deployment | None = None,
+    options: Mapping[str, str] | None = None,
+) -> Emission:
+    """What to type on every node, and the files that go with it; empty where there is nothing to type yet.
+
+    Args:
+        plan: a plan with a legal layout; for pools that of the decode side.
+        prefill: plan of the prefill side.
+        deployment: how it is started; None: the engine's usual way.
+        options: engine-specific extras (``connector=nixl``).
+
+    Raises:
+        InputError: the engine cannot be started that way.
+    """
+    from meshwright import engines
+    from meshwright.engines.base import Emission, Request
+
+    name, version = engines.split_name(plan.engine)
+    if plan.layout is None or not engines.can_emit(name):
+        if prefill is not None or deployment is not None:
+            raise InputError(f"{plan.engine} has nothing to type yet; commands come from another --engine")
+        return Emission(())
+    both = prefill.cluster.nodes + plan.cluster.nodes if prefill is not None else plan.cluster.nodes
+    request = Request(
+        model=_served_name(plan.asked, plan.spec),
+        layout=plan.layout,
+        cluster=replace(plan.cluster, nodes=both),
+        workload=plan.workload,
+        settings=plan.settings,
+        prefill=prefill.layout if prefill is not None else None,
+        deployment=deployment,
+        options=dict(options or {}),
+        spec=plan.spec,
+    )
+    return engines.load(name).emit(request, version)
 
 
 def train_workload(**fields: str | int) -> Train:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ plan_app = typer.Typer(
 MAX_TOKENS = 1 << 24
 #: Quantizations that vLLM applies to an unquantized checkpoint while loading and whose bytes are counted.
 RUNTIME_QUANTIZATION = ("fp8",)
+#: Ways a deployment can be started; which of them an engine has, it says itself.
+DEPLOYMENTS = ("single", "mp", "ray", "headless", "external", "hybrid", "kuberay", "lws", "slurm")
 #: What vLLM takes for ``--dtype``, and our own short names.
 COMPUTE_DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float", "bf16", "f16", "f32")
 
@@ -57,9 +59,12 @@ class _Output:
     phase: str | None
     strategies: bool
     save_ledger: Path | None
+    emit: Path | None = None
+    deployment: str | None = None
+    options: tuple[str, ...] = ()
 
 
-def _emit(result: Plan, out: _Output) -> None:
+def _emit(result: Plan, out: _Output, prefill: Plan | None = None) -> None:
     """Print or write what was asked for, then leave with the exit code of the verdict."""
     from meshwright.api import fill_ledger, strategies
 
@@ -76,26 +81,56 @@ def _emit(result: Plan, out: _Output) -> None:
         from meshwright.report.page import write_page
 
         write_page(result, ledger, out.html)
+    result, written = with_emission(result, prefill, out)
     if out.as_json:
-        _emit_json(result, ledger if out.ledger else None, rows)
+        _emit_json(result, ledger if out.ledger else None, rows, prefill)
     else:
         from meshwright.report import terminal
 
-        terminal.show_plan(result)
+        if prefill is not None:
+            terminal.show_plan(prefill, title="prefill")
+        terminal.show_plan(result, title="decode" if prefill is not None else "")
         if rows is not None:
             terminal.show_strategies(rows)
         if out.ledger and ledger is not None:
             terminal.show_ledger(ledger, out.phase)
-        for flag, path in (("page", out.html), ("ledger", out.save_ledger)):
+        for flag, path in (("page", out.html), ("ledger", out.save_ledger), *(("file", p) for p in written)):
             if path is not None:
                 typer.echo(f"{flag}: {path}")
-    raise typer.Exit(0 if result.ok else 1)
+    raise typer.Exit(0 if result.ok and (prefill is None or prefill.ok) else 1)
 
 
-def _emit_json(result: Plan, ledger: Any, rows: Any) -> None:
+def with_emission(result: Plan, prefill: Plan | None, out: _Output) -> tuple[Plan, list[Path]]:
+    """The plan with the commands of the asked deployment, and the files that ``--emit`` wrote.
+
+    Raises:
+        InputError: the engine cannot be started that way, or a file cannot be written.
+    """
+    if not (out.emit or out.deployment or out.options or prefill):
+        return result, []
+    from meshwright.api import emit
+    from meshwright.report.scripts import write_emission
+
+    one_of(out.deployment, "--deployment", DEPLOYMENTS)
+    pairs = [option.partition("=") for option in out.options]
+    if not all(sep and value for _, sep, value in pairs):
+        raise InputError("--option is key=value, as in --option connector=mooncake")
+    if not result.ok or (prefill is not None and not prefill.ok):
+        if out.emit is not None:
+            raise InputError(f"--emit: nothing is written, because {(prefill or result).verdict}")
+        return result, []
+    options = {key: value for key, _, value in pairs}
+    emission = emit(result, prefill=prefill, deployment=out.deployment, options=options)  # type: ignore[arg-type]
+    written = write_emission(emission, out.emit) if out.emit is not None else []
+    return replace(result, commands=emission.commands, notes=(*result.notes, *emission.notes)), written
+
+
+def _emit_json(result: Plan, ledger: Any, rows: Any, prefill: Plan | None = None) -> None:
     from meshwright.report.as_json import plain, plan_json
 
     data = plan_json(result)
+    if prefill is not None:
+        data["prefill"] = plan_json(prefill)
     if ledger is not None:
         data["ledger"] = plain(ledger)
     if rows is not None:
@@ -113,6 +148,8 @@ _PHASE = typer.Option(
     None, "--phase", help="Of the ledger only this phase: prefill, decode, forward, backward, optimizer."
 )
 _STRATEGIES = typer.Option(False, "--strategies", help="What each strategy cuts, moves and where it belongs.")
+_EMIT = typer.Option(None, "--emit", help="Write one script a node and step, and the files that go with them.")
+_OPTIONS = typer.Option(None, "--option", help="Engine-specific: connector=nixl, image=..., name=...; repeatable.")
 _SAVE = typer.Option(None, "--save-ledger", help="Write the ledger: a folder (parquet) or a file ending in .jsonl.")
 
 
@@ -128,7 +165,11 @@ def serve(
     tpot: str | None = typer.Option(None, "--tpot", help="Target of the time per output token: 40ms."),
     max_model_len: int | None = typer.Option(None, "--max-model-len", help="Context limit; default isl + osl."),
     layout: str | None = _LAYOUT,
-    engine: str = typer.Option("vllm", "--engine", help="vllm (newest), vllm-0.32, vllm-0.26, meshwright."),
+    prefill: str | None = typer.Option(None, "--prefill", help="Layout of a prefill pool; goes with --decode."),
+    decode: str | None = typer.Option(None, "--decode", help="Layout of a decode pool; goes with --prefill."),
+    engine: str = typer.Option("vllm", "--engine", help="vllm (newest), vllm-0.32, vllm-0.26, sglang, meshwright."),
+    deployment: str | None = typer.Option(None, "--deployment", help="How it is started: mp, ray, lws, slurm, ..."),
+    option: list[str] | None = _OPTIONS,
     utilization: float | None = typer.Option(None, "--gpu-memory-utilization", help="Share the engine may take."),
     max_num_batched_tokens: int | None = typer.Option(None, "--max-num-batched-tokens", help="Tokens of a step."),
     max_num_seqs: int | None = typer.Option(None, "--max-num-seqs", help="Sequences of a step."),
@@ -145,6 +186,7 @@ def serve(
     phase: str | None = _PHASE,
     strategies: bool = _STRATEGIES,
     save_ledger: Path | None = _SAVE,
+    emit: Path | None = _EMIT,
 ) -> None:
     """A layout for inference: does the model not fit (split it) or is it too slow (replicate it)?"""
     from meshwright.api import plan_serve
@@ -188,8 +230,16 @@ def serve(
         speculative=speculative,
         text_only=text_only,
     )
-    result = plan_serve(model, on, workload, layout=layout, engine=engine, settings=settings)
-    _emit(result, _Output(as_json, html, ledger, phase, strategies, save_ledger))
+    out = _Output(as_json, html, ledger, phase, strategies, save_ledger, emit, deployment, tuple(option or ()))
+    if prefill is None and decode is None:
+        _emit(plan_serve(model, on, workload, layout=layout, engine=engine, settings=settings), out)
+        return
+    from meshwright.api import plan_pools
+
+    if prefill is None or decode is None or layout is not None:
+        raise InputError("--prefill and --decode go together and replace --layout")
+    first, second = plan_pools(model, on, workload, prefill=prefill, decode=decode, engine=engine, settings=settings)
+    _emit(second, out, first)
 
 
 @plan_app.command()
@@ -199,6 +249,7 @@ def train(
     seq: int = typer.Option(4096, "--seq", help="Tokens of a sequence."),
     global_batch: int = typer.Option(256, "--global-batch", help="Sequences of an optimizer step."),
     layout: str | None = _LAYOUT,
+    engine: str = typer.Option("meshwright", "--engine", help="meshwright (torch), megatron, torchtitan, deepspeed."),
     optimizer: str = typer.Option("adamw", "--optimizer", help="adamw, sgd, muon."),
     recompute: str | None = typer.Option(
         None, "--recompute", help="none, selective, full; default: none, or the least that fits."
@@ -213,6 +264,7 @@ def train(
     phase: str | None = _PHASE,
     strategies: bool = _STRATEGIES,
     save_ledger: Path | None = _SAVE,
+    emit: Path | None = _EMIT,
 ) -> None:
     """A layout for training: parameters, gradients, optimizer state and activations on every rank."""
     from meshwright.api import plan_train, train_workload
@@ -230,5 +282,5 @@ def train(
         attention=attention,
         offload=offload,
     )
-    result = plan_train(model, on, workload, layout=layout, recompute_fixed=recompute is not None)
-    _emit(result, _Output(as_json, html, ledger, phase, strategies, save_ledger))
+    result = plan_train(model, on, workload, layout=layout, engine=engine, recompute_fixed=recompute is not None)
+    _emit(result, _Output(as_json, html, ledger, phase, strategies, save_ledger, emit))

@@ -113,6 +113,7 @@ class Plan:
         reasons: the explanation, most important first.
         alternatives, rejected: what else was looked at.
         fast_enough: the lower bounds of its cost break no latency target.
+        asked: the model as the user named it (a hub id or a path), for commands.
         settings: engine settings the plan was made for (serving), every field resolved.
         notes: assumptions of the model reader, of the cluster, of the memory model.
     """
@@ -134,6 +135,7 @@ class Plan:
     rejected: tuple[Rejected, ...]
     fast_enough: bool = True
     settings: ServeSettings | None = None
+    asked: str = ""
     commands: tuple[Command, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -98,9 +98,11 @@ def _alternatives(rows: Iterable[Alternative], kind: str) -> Table:
     return made
 
 
-def show_plan(plan: Plan, out: Console | None = None) -> None:
-    """Print the plan."""
+def show_plan(plan: Plan, out: Console | None = None, *, title: str = "") -> None:
+    """Print the plan; ``title`` names the pool it is of."""
     out = out or console()
+    if title:
+        out.print(f"[bold]{title}[/bold]")
     out.print(escape(plan.verdict), style="bold green" if plan.ok else "bold red")
     for rule in plan.rules:
         where = f" ({rule.where})" if rule.where else ""
