@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.plan.plan import Candidate, Reason
 from meshwright.specs.cluster import Cluster
+from meshwright.specs.dtypes import size_bytes
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.units import GIB, binary, gib
 from meshwright.specs.workload import Train
@@ -70,10 +71,9 @@ def _capacity(spec: ModelSpec, cluster: Cluster, work: Train, chosen: Candidate)
 
 def state_bytes(work: Train) -> int:
     """Bytes of one parameter with its gradient and optimizer state, unsharded."""
-    size = {"bf16": 2, "f16": 2, "f32": 4}
     moments = {"adamw": 2, "sgd": 1, "muon": 1}[work.optimizer]
     master = 4 if work.master_weights and work.param_dtype != "f32" else 0
-    return size[work.param_dtype] + size[work.grad_dtype] + master + moments * size[work.state_dtype]
+    return size_bytes(work.param_dtype) + size_bytes(work.grad_dtype) + master + moments * size_bytes(work.state_dtype)
 
 
 def _pipeline(spec: ModelSpec, work: Train, chosen: Candidate) -> Reason:
