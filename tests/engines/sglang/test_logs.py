@@ -123,6 +123,6 @@ def test_cut_and_noisy_logs() -> None:
         log = ENGINE.read_log((text[:at] + noise + text[at:]).splitlines())
         assert log is None or all(h.bytes > 0 for h in log.holdings)
     long = "Load weight end. " * 100_000 + "[09:00:00 TP0] " * 100_000
-    ENGINE.read_log([long])
+    ENGINE.read_log([long] * 200)
     many = (f"[09:00:00 TP{n}] Load weight begin. avail mem=1.00 GB" for n in range(20_000))
     assert ENGINE.read_log(many) is not None

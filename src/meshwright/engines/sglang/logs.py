@@ -16,9 +16,12 @@ from meshwright.ledger.schema import Holding
 from meshwright.specs.layout import MAX_DEGREE, Layout
 from meshwright.specs.units import GIB
 
+#: Lines, ranks, and characters of a line that are read.
 MAX_LINES = 2_000_000
 MAX_RANKS = 4096
 MAX_LINE = 20_000
+#: Characters of one rank's piece of a line that are searched; its patterns look ahead, so longer ones would take long.
+MAX_PIECE = 1000
 
 _PREFIX = re.compile(r"\[(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d((?: (?:DP|PP|TP|EP|ATTN_CP|CP|MOE_DP)\d+)*)\]")
 _PLACE = re.compile(r"\b(DP|PP|TP)(\d{1,5})")
@@ -105,7 +108,7 @@ def _read_memory(log: _Log, line: str) -> None:
     """Several ranks' pieces may stand in one line: every prefix starts a piece."""
     starts = [m.start() for m in _PREFIX.finditer(line)] or [0]
     for begin, end in zip(starts, [*starts[1:], len(line)], strict=True):
-        piece = line[begin:end]
+        piece = line[begin : min(end, begin + MAX_PIECE)]
         patterns = (_DISTRIBUTED, _BEGIN, _END, _POOL, _MAMBA, _POOL_END, _GRAPH)
         matches = [(p, m) for p in patterns if (m := p.search(piece)) is not None]
         if matches and (rank := log.rank(_place(piece))) is not None:
