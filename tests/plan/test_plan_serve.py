@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright import engines
@@ -215,3 +217,64 @@ def test_cost_counts_two_all_reduces_a_layer() -> None:
     assert eight.chosen is not None
     assert eight.chosen.cost.messages >= 160
     assert one.chosen is None or one.chosen.cost.wire_bytes == 0
+
+
+def test_a_degree_whose_caches_starve_is_not_the_smallest_that_fits() -> None:
+    """Without a stated concurrency TP 2 fits an 80 GB node with room for 16 requests; TP 4 serves ten times as much."""
+    found = plan(LLAMA_70B, "8xH100")
+    assert found.layout is not None
+    assert (found.layout.tp, found.layout.dp) == (4, 2)
+    best = max(a.candidate.cost.tokens_per_s for a in found.alternatives)
+    assert found.chosen is not None
+    assert found.chosen.cost.tokens_per_s > 0.9 * best
+    stated = plan(LLAMA_70B, "8xH100", concurrency=16)
+    assert stated.layout is not None
+    assert stated.layout.tp == 2, "with a stated concurrency the smallest TP that holds it wins"
+
+
+def test_a_token_target_without_a_concurrency_is_judged_at_a_batch_that_can_keep_it() -> None:
+    """10 ms a token: the full caches of TP 8 take longer, 32 requests do not; a target that one request breaks is
+    out of reach."""
+    found = plan(LLAMA_70B, "8xH100", tpot_s=0.010)
+    assert found.ok
+    assert found.layout == Layout(tp=8)
+    assert found.chosen is not None
+    assert found.chosen.cost.step_s <= 0.010
+    assert isinstance(found.chosen.workload, Serve)
+    assert (found.chosen.workload.concurrency or 0) > 1
+    for other in found.alternatives:
+        assert other.candidate.cost.step_s > 0.010
+        assert "a token takes at least" in other.lost_by
+    out_of_reach = plan(LLAMA_70B, "8xH100", tpot_s=0.001)
+    assert not out_of_reach.ok
+    assert out_of_reach.chosen is not None
+    assert out_of_reach.chosen.cost.requests == 1
+    assert out_of_reach.verdict.startswith("too slow")
+
+
+def test_a_faster_alternative_says_why_it_lost_and_the_fastest_comes_first() -> None:
+    found = plan(LLAMA_70B, "7xA100-80G", concurrency=8)
+    assert found.layout == Layout(tp=2, dp=3)
+    assert any("more tokens/s" in a.lost_by for a in found.alternatives)
+    speeds = [a.candidate.cost.tokens_per_s for a in found.alternatives]
+    assert speeds == sorted(speeds, reverse=True)
+    for other in found.alternatives:
+        if "more tokens/s" in other.lost_by:
+            assert "; but " in other.lost_by or "; a tie" in other.lost_by
+
+
+def test_a_shallower_split_is_not_called_deeper() -> None:
+    found = plan(LLAMA_70B, "2x4xA100-80G@ib-200g", layout="tp=4,pp=2", isl=8000, osl=500, concurrency=32)
+    replicas = next(a for a in found.alternatives if a.candidate.layout == Layout(tp=4, dp=2))
+    assert "deeper" not in replicas.lost_by
+
+
+def test_requests_longer_than_the_positions_are_warned_of() -> None:
+    spec = replace(SMALL, max_positions=4096)
+    found = plan(spec, "1xH100", isl=spec.max_positions, osl=1)
+    codes = {r.code: r for r in found.rules}
+    assert dict(codes["context_beyond_positions"].numbers) == {
+        "context": spec.max_positions + 1,
+        "positions": spec.max_positions,
+    }
+    assert "context_beyond_positions" not in {r.code for r in plan(spec, "1xH100", isl=100, osl=1).rules}

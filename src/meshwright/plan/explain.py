@@ -138,7 +138,8 @@ def _tp_reason(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Reaso
     text = f"{base}, so it stays inside the node ({cluster.intra.name})"
     least = facts.smallest_tp
     if least is not None and layout.pp == 1 and layout.tp > least:
-        text += f"; TP {least} would fit, the larger degree reads fewer bytes a token"
+        way = "" if ctx.spec.moe is None else " with the experts over more replicas"
+        text += f"; TP {least}{way} would fit, the larger degree reads fewer bytes a token"
     elif least == layout.tp and layout.pp == 1:
         text += f"; {layout.tp} is the smallest degree whose shards fit"
     return Reason("tp_inside_node", text, numbers)
@@ -225,5 +226,6 @@ def lost_by(chosen: Candidate, other: Candidate) -> str:
     if b.bubble > a.bubble + 0.01:
         parts.append(f"bubble {b.bubble:.0%} instead of {a.bubble:.0%}")
     if not parts:
-        parts.append("the same tokens/s at the peaks from a deeper split")
+        further = joint_ranks(other) > joint_ranks(chosen)
+        parts.append("the same tokens/s at the peaks" + (" from a deeper split" if further else ""))
     return ", ".join(parts)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import ceil
 
 from meshwright.errors import IllegalLayoutError
 from meshwright.plan.candidates import enumerate_serving, thin
+from meshwright.plan.choose import alternatives, better, choose
 from meshwright.plan.cost import serve_cost
-from meshwright.plan.explain import ServeFacts, explain_serve, joint_ranks, lost_by, serve_facts
+from meshwright.plan.explain import ServeFacts, explain_serve, joint_ranks, serve_facts
 from meshwright.plan.memory import ServeMemory
-from meshwright.plan.plan import Alternative, Candidate, Motive, Plan, Rejected
+from meshwright.plan.plan import Candidate, Motive, Plan, Rejected
 from meshwright.plan.serve_memory import resolve_settings, serve_memory
+from meshwright.plan.targets import missed, rate_bound, too_slow, violations
 from meshwright.plan.verdict import given_verdict, nothing_works, serve_verdict
 from meshwright.specs.checks import dp_does_not_cure
 from meshwright.specs.cluster import Cluster
-from meshwright.specs.layout import Layout, product
+from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.nearest import explain as explain_rules
 from meshwright.specs.placement import Placement, place
@@ -25,13 +27,8 @@ from meshwright.specs.tensors import Section
 from meshwright.specs.units import gib
 from meshwright.specs.workload import Serve
 
-#: Unwise rules that a chosen layout must not break while another one works.
-AVOIDED = frozenset({"tp_crosses_node"})
-#: Throughput bounds closer than this are a tie, which fewer devices and fewer stages win.
-TIE = 0.02
 #: Rounds of the fixed point between requests in flight and the time each takes.
 LITTLE_STEPS = 4
-MAX_ALTERNATIVES = 4
 MAX_REJECTED = 8
 
 
@@ -71,7 +68,23 @@ class ServeContext:
         workload = self.at_rate(placement)
         memory = serve_memory(placement, self.cluster, workload, self.settings)
         cost = serve_cost(placement, self.cluster, workload, memory.max_requests, self.settings)
+        target = workload.tpot_s
+        if workload.concurrency is None and target is not None and cost.step_s > target and memory.max_requests:
+            workload = self.at_target(placement, memory.max_requests, target)
+            memory = serve_memory(placement, self.cluster, workload, self.settings)
+            cost = serve_cost(placement, self.cluster, workload, memory.max_requests, self.settings)
         return Candidate(layout, placement, memory, cost, rules, workload)
+
+    def at_target(self, placement: Placement, most: int, target_s: float) -> Serve:
+        """The workload with as many requests in flight as keep the target of a token (a power of two a replica), of
+        the ``most`` that the caches hold; one a replica where even that breaks it."""
+        inside = min(placement.layout.dp, most)
+        while 2 * inside <= most:
+            trial = replace(self.workload, concurrency=2 * inside)
+            if serve_cost(placement, self.cluster, trial, most, self.settings).step_s > target_s:
+                break
+            inside *= 2
+        return replace(self.workload, concurrency=inside)
 
     def at_rate(self, placement: Placement) -> Serve:
         """The workload with the requests in flight that its rate implies, by Little's law: rate x time inside.
@@ -112,8 +125,9 @@ def plan_serve(
     pool = enumerate_serving(spec, cluster, workload, profile, ctx.budget_bytes, workload.concurrency)
     candidates: list[Candidate] = []
     rejected = list(pool.rejected)
+    long = beyond_positions(spec, workload)
     for option in pool.layouts:
-        rules = tuple(profile.check(spec, option, cluster, workload))
+        rules = (*profile.check(spec, option, cluster, workload), *long)
         try:
             candidates.append(ctx.evaluate(option, rules))
         except IllegalLayoutError as error:
@@ -128,6 +142,20 @@ def plan_serve(
     if layout is not None:
         return _given(ctx, layout, works, rejected)
     return _searched(ctx, candidates, works, rejected)
+
+
+def beyond_positions(spec: ModelSpec, workload: Serve) -> tuple[Rule, ...]:
+    """A warning where requests are longer than the positions that the model was made for."""
+    asked, limit = workload.context, spec.max_positions
+    if not limit or asked <= limit:
+        return ()
+    message = f"requests of {asked:,} tokens exceed the {limit:,} positions of the configuration"
+    cure = (
+        "shorten them, or extend the positions in config.json (rope scaling); vLLM refuses a longer --max-model-len "
+        "unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+    )
+    numbers = (("context", asked), ("positions", limit))
+    return (Rule("context_beyond_positions", "unwise", message, cure, "vLLM config/model.py", numbers),)
 
 
 def too_full(ctx: ServeContext, candidate: Candidate) -> Rejected:
@@ -149,88 +177,6 @@ def too_full(ctx: ServeContext, candidate: Candidate) -> Rejected:
 def requests_of(candidate: Candidate) -> int:
     """Requests in flight that the candidate was counted for (1 when neither concurrency nor rate is stated)."""
     return candidate.workload.concurrency or 1 if isinstance(candidate.workload, Serve) else 1
-
-
-def too_slow(ctx: ServeContext, candidate: Candidate) -> Rejected | None:
-    """Why a layout cannot keep up with the rate, even at the peaks."""
-    rate, bound = ctx.workload.rate, rate_bound(ctx, candidate)
-    if rate is None or rate <= bound:
-        return None
-    text = f"at most {bound:,.2f} requests/s at the peaks, {rate:,.2f} are asked"
-    return Rejected(candidate.layout, "rate_too_high", text)
-
-
-def rate_bound(ctx: ServeContext, candidate: Candidate) -> float:
-    """Requests a second that a layout can finish at the peaks with as many in flight as it holds; no rate: infinite."""
-    if ctx.workload.rate is None or not isinstance(candidate.memory, ServeMemory):
-        return inf
-    most = candidate.memory.max_requests
-    full = serve_cost(candidate.placement, ctx.cluster, replace(ctx.workload, rate=None), most, ctx.settings)
-    return full.tokens_per_s / ctx.workload.osl
-
-
-def missed(ctx: ServeContext, candidate: Candidate) -> str:
-    """Verdict on a layout that breaks a target even at the peaks; empty when it does not."""
-    w, cost, name = ctx.workload, candidate.cost, product(candidate.layout)
-    if w.tpot_s is not None and cost.step_s > w.tpot_s:
-        step, target = cost.step_s * 1e3, w.tpot_s * 1e3
-        return f"too slow: {name} fits, but a token takes at least {step:,.2f} ms, {target:,.2f} ms are asked"
-    if w.ttft_s is not None and cost.prefill_s > w.ttft_s:
-        first, target = cost.prefill_s * 1e3, w.ttft_s * 1e3
-        return f"too slow: {name} fits, but a prefill takes at least {first:,.1f} ms, {target:,.1f} ms are asked"
-    slow = too_slow(ctx, candidate)
-    return f"too slow: {name}, {slow.reason}; add devices, or shorten the requests" if slow else ""
-
-
-def violations(ctx: ServeContext, candidate: Candidate) -> int:
-    """Targets that even the lower bounds break."""
-    w = ctx.workload
-    broken = w.tpot_s is not None and candidate.cost.step_s > w.tpot_s
-    late = w.ttft_s is not None and candidate.cost.prefill_s > w.ttft_s
-    return int(broken) + int(late) + int(too_slow(ctx, candidate) is not None)
-
-
-def rank_key(ctx: ServeContext, candidate: Candidate, best: float) -> tuple[float, ...]:
-    """Order of candidates that work: no rule to avoid, targets met, throughput (ties in steps), then simplicity."""
-    behind = 1.0 - candidate.cost.tokens_per_s / best if best else 0.0
-    layout = candidate.layout
-    avoided = sum(rule.code in AVOIDED for rule in candidate.rules)
-    wide = (layout.world, layout.pp, layout.tp, layout.ep, behind)
-    return (avoided, violations(ctx, candidate), int(behind / TIE), *wide)
-
-
-def choose(ctx: ServeContext, works: list[Candidate]) -> list[Candidate]:
-    """Candidates that work, best first.
-
-    Inside a node the smallest TP whose shards fit wins and replicas do the rest; more TP only where a target asks
-    for it, since the bound flatters splits. Where no single stage inside a node works, the least split among layouts
-    of equally many devices wins, and these compete by throughput. The other candidates follow in that order.
-    """
-    best = max((c.cost.tokens_per_s for c in works), default=0.0)
-    ordered = sorted(works, key=lambda c: rank_key(ctx, c, best))
-    if ordered and violations(ctx, ordered[0]):
-        return sorted(ordered, key=lambda c: (*rank_key(ctx, c, best)[:2], c.cost.step_s))
-    node = ctx.cluster.devices_per_node
-    flat = [c for c in ordered if c.layout.pp == 1 and c.layout.tp <= node and not violations(ctx, c)]
-    if flat and ctx.spec.moe is None:
-        least_tp = min(c.layout.tp for c in flat)
-        winners = {id(c) for c in flat if c.layout.tp == least_tp}
-    elif flat:
-        winners = {id(c) for c in flat}
-    else:
-        winners = {id(c) for c in least_splits(ctx, ordered)}
-    return sorted(ordered, key=lambda c: id(c) not in winners)
-
-
-def least_splits(ctx: ServeContext, ordered: list[Candidate]) -> list[Candidate]:
-    """For every number of devices the candidate that splits the model least; equal ones in the given order."""
-    least: dict[int, tuple[tuple[int, int, int], Candidate]] = {}
-    for c in ordered:
-        avoided = sum(rule.code in AVOIDED for rule in c.rules)
-        key = (avoided, violations(ctx, c), joint_ranks(c))
-        if c.layout.world not in least or key < least[c.layout.world][0]:
-            least[c.layout.world] = (key, c)
-    return [c for _, c in least.values()]
 
 
 def motive_of(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Motive:
@@ -268,21 +214,6 @@ def _searched(ctx: ServeContext, candidates: list[Candidate], works: list[Candid
     )
 
 
-def alternatives(ctx: ServeContext, ordered: list[Candidate]) -> tuple[Alternative, ...]:
-    """The runners-up, one for every (tp, pp), with what each lost by."""
-    chosen, seen, out = ordered[0], set(), []
-    seen.add((chosen.layout.tp, chosen.layout.pp))
-    for candidate in ordered[1:]:
-        key = (candidate.layout.tp, candidate.layout.pp)
-        if key in seen:
-            continue
-        seen.add(key)
-        out.append(Alternative(candidate, lost_by(chosen, candidate)))
-        if len(out) == MAX_ALTERNATIVES:
-            break
-    return tuple(out)
-
-
 def _short(ctx: ServeContext, candidates: list[Candidate], rejected: list[Rejected]) -> Plan:
     """Nothing serves the whole workload: the fastest layout when the rate is too high, else the one that holds the most
     requests, or none at all."""
@@ -315,6 +246,7 @@ def _short(ctx: ServeContext, candidates: list[Candidate], rejected: list[Reject
 
 def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: list[Rejected]) -> Plan:
     rules = tuple(explain_rules(ctx.spec, layout, ctx.profile, ctx.cluster, ctx.workload))
+    rules += beyond_positions(ctx.spec, ctx.workload)
     broken = [r for r in rules if r.severity == "illegal"]
     chosen = None if broken else ctx.evaluate(layout, rules)
     fits = chosen is not None and chosen.fits
@@ -322,7 +254,7 @@ def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: 
         rules += copies_do_not_cure(chosen)
     ordered = [c for c in choose(ctx, works) if c.layout != layout]
     head = [chosen, *ordered] if chosen is not None and fits else ordered
-    others = alternatives(ctx, head) if chosen is not None and fits else _better(ordered)
+    others = alternatives(ctx, head, given=True) if chosen is not None and fits else better(ordered)
     return Plan(
         kind="serve",
         verdict=(missed(ctx, chosen) if chosen is not None and fits else "")
@@ -355,8 +287,3 @@ def copies_do_not_cure(candidate: Candidate) -> tuple[Rule, ...]:
         return ()
     found = dp_does_not_cure(layout, worst.total_bytes - worst.kv_cache_bytes, worst.capacity_bytes)
     return tuple(replace(rule, severity="unwise") for rule in found)
-
-
-def _better(ordered: list[Candidate]) -> tuple[Alternative, ...]:
-    """Layouts that work where the given one does not."""
-    return tuple(Alternative(c, "works, where the given layout does not") for c in ordered[:MAX_ALTERNATIVES])

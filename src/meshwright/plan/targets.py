@@ -1,0 +1,57 @@
+"""Whether a layout reaches what is asked of its speed: the rate, the time to first token, the time per token.
+
+All seconds are lower bounds of ``plan.cost``: a target that they break is out of reach, one that they keep may be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from meshwright.plan.cost import serve_cost
+from meshwright.plan.memory import ServeMemory
+from meshwright.plan.plan import Candidate, Rejected
+from meshwright.specs.layout import product
+
+if TYPE_CHECKING:
+    from meshwright.plan.serve import ServeContext
+
+
+def violations(ctx: ServeContext, candidate: Candidate) -> int:
+    """Targets that even the lower bounds break."""
+    w = ctx.workload
+    broken = w.tpot_s is not None and candidate.cost.step_s > w.tpot_s
+    late = w.ttft_s is not None and candidate.cost.prefill_s > w.ttft_s
+    return int(broken) + int(late) + int(too_slow(ctx, candidate) is not None)
+
+
+def too_slow(ctx: ServeContext, candidate: Candidate) -> Rejected | None:
+    """Why a layout cannot keep up with the rate, even at the peaks."""
+    rate, bound = ctx.workload.rate, rate_bound(ctx, candidate)
+    if rate is None or rate <= bound:
+        return None
+    text = f"at most {bound:,.2f} requests/s at the peaks, {rate:,.2f} are asked"
+    return Rejected(candidate.layout, "rate_too_high", text)
+
+
+def rate_bound(ctx: ServeContext, candidate: Candidate) -> float:
+    """Requests a second that a layout can finish at the peaks with as many in flight as it holds; no rate: infinite."""
+    if ctx.workload.rate is None or not isinstance(candidate.memory, ServeMemory):
+        return inf
+    most = candidate.memory.max_requests
+    full = serve_cost(candidate.placement, ctx.cluster, replace(ctx.workload, rate=None), most, ctx.settings)
+    return full.tokens_per_s / ctx.workload.osl
+
+
+def missed(ctx: ServeContext, candidate: Candidate) -> str:
+    """Verdict on a layout that breaks a target even at the peaks; empty when it does not."""
+    w, cost, name = ctx.workload, candidate.cost, product(candidate.layout)
+    if w.tpot_s is not None and cost.step_s > w.tpot_s:
+        step, target = cost.step_s * 1e3, w.tpot_s * 1e3
+        return f"too slow: {name} fits, but a token takes at least {step:,.2f} ms, {target:,.2f} ms are asked"
+    if w.ttft_s is not None and cost.prefill_s > w.ttft_s:
+        first, target = cost.prefill_s * 1e3, w.ttft_s * 1e3
+        return f"too slow: {name} fits, but a prefill takes at least {first:,.1f} ms, {target:,.1f} ms are asked"
+    slow = too_slow(ctx, candidate)
+    return f"too slow: {name}, {slow.reason}; add devices, or shorten the requests" if slow else ""
