@@ -120,6 +120,16 @@ def _parts(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
             virtual=layout.virtual,
         )
         return
+    if layout.stage_layers and min(layout.stage_layers) < chunks:
+        yield broken(
+            "empty_part",
+            "illegal",
+            f"a stage of {min(layout.stage_layers)} layers cannot fill the {chunks} parts that every rank holds",
+            f"give every stage {chunks} layers or more",
+            _PIPELINE,
+            layers=min(layout.stage_layers),
+            parts=chunks,
+        )
     if layout.stage_layers or parts > layers:
         return
     sizes = split_parts(layers, parts)
