@@ -117,6 +117,12 @@ def started_on_one_node(invocation: Invocation, cluster: Cluster) -> list[Rule]:
     return [Rule("one_node_too_small", "illegal", message, out, where, (("ranks", world), ("devices", devices)))]
 
 
+def engine_rules(engine: Engine, invocation: Invocation, spec: ModelSpec, cluster: Cluster) -> list[Rule]:
+    """What an engine finds in a command once model and cluster are known (its ``command_rules``, if any)."""
+    rules = getattr(engine, "command_rules", None)
+    return list(rules(invocation, spec, cluster)) if rules is not None else []
+
+
 def sentence(rule: Rule) -> str:
     """``message (where); way out``."""
     where = f" ({rule.where})" if rule.where else ""
@@ -131,7 +137,8 @@ def _judge_serving(
     prefill = None
     if invocation.prefill is not None:
         prefill = plan_serve(spec, cluster, work, profile, settings, invocation.prefill)
-    invocation = replace(invocation, findings=(*invocation.findings, *started_on_one_node(invocation, cluster)))
+    added = (*started_on_one_node(invocation, cluster), *engine_rules(engine, invocation, spec, cluster))
+    invocation = replace(invocation, findings=(*invocation.findings, *added))
     illegal, unwise = _findings(invocation, plan)
     starts = not illegal and plan.fits and (prefill is None or prefill.ok)
     suggestions: tuple[Suggestion, ...] = ()
