@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.engines.flagtable import rejected
 from meshwright.engines.vllm import ENGINE
 from meshwright.engines.vllm.program import find_program
 from tests.engines.accept import numbered
@@ -114,3 +115,51 @@ def test_the_parser_takes_every_emitted_command_and_reads_what_we_read() -> None
         assert got["block_size"] == back.settings.block_size
         assert got["max_num_batched_tokens"] == back.settings.max_num_batched_tokens
         assert bool(got["enable_expert_parallel"]) == ("--enable-expert-parallel" in command.text)
+
+
+FORMS = [
+    "m --tensor_parallel_size 4",
+    "m -tp=4",
+    "m --tensor-p 4",
+    "--model m -tp 4",
+    "m --max_model_len=128k",
+    "m --max-model-len 1.5k",
+    "m --max-model-len auto",
+    "m --max-model-len -1",
+    "m --max-num-batched-tokens 8K",
+    "m -O3",
+    "m -O 2",
+    "m -O=1",
+    "m --kv-transfer-config.kv_connector=NixlConnector --kv-transfer-config.kv_role kv_both",
+    "m -sc.method mtp -sc.num_speculative_tokens 2",
+    """m --limit-mm-per-prompt '{"image": 0}'""",
+    "m --hf-overrides.num_hidden_layers 4",
+    "m --no-enable-prefix-caching --disable-expert-parallel",
+    "m --served-model-name a b",
+    "m --moe-backend flashinfer-cutlass",
+    "m --data-parallel-size-l 2",
+    "m --data-parallel-s 2",
+    "m --tensor-parallel-size x",
+    "m --tensor-parallel-size 2.0",
+    "m --tensor-parallel-size",
+    "m --swap-space 4",
+    "m --tp 2",
+    "m --dtype int3",
+    "m --enforce-eager yes",
+    "m --kv-transfer-config {kv",
+    "m --max-model-len 1.5K",
+    "m --max-model-len 1kk",
+    "m --all2all-backend passthrough",
+    "m --headless=true",
+    "m --gpu-memory-utilization high",
+    "m n",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_forms_are_taken_and_refused_alike() -> None:
+    answer = ask([shlex.split(form) for form in FORMS])
+    table = ENGINE.flags(version_of(answer))
+    for form, got in zip(FORMS, answer["parsed"], strict=True):
+        assert bool(rejected(shlex.split(form), table)) == ("error" in got), (form, got)

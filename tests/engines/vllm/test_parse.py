@@ -254,7 +254,7 @@ def test_findings_that_need_the_model_or_the_cluster() -> None:
     external = read("vllm serve m -dp 4 -dpn 1")
     assert [r.code for r in with_model(external, dense, None)] == ["offline_dp_dense"]
     assert with_model(external, experts, None) == []
-    (wide,) = with_model(read("vllm serve m -tp 8 -pp 2"), dense, cluster(2, 8))
+    (wide,) = with_model(read("vllm serve m -tp 8 -pp 2 -dp 2 -dpl 1"), dense, cluster(4, 8))
     assert (wide.code, dict(wide.numbers)) == ("world_exceeds_node", {"world": 16, "devices": 8})
     for flags in ("--nnodes 2", "--distributed-executor-backend ray"):
         assert with_model(read(f"vllm serve m -tp 8 -pp 2 {flags}"), dense, cluster(2, 8)) == []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meshwright.engines.base import BootLog, Emission, FileReader, FlagTable, Invocation, Request
     from meshwright.specs.cluster import Cluster
+    from meshwright.specs.layout import Layout
     from meshwright.specs.model import ModelSpec
     from meshwright.specs.profile import EngineProfile
     from meshwright.specs.rules import Rule
@@ -78,6 +79,12 @@ class Vllm:
         from meshwright.engines.vllm.findings import with_model
 
         return with_model(invocation, spec, cluster)
+
+    def pool_rules(self, spec: ModelSpec, prefill: Layout, decode: Layout, connector: str = "nixl") -> list[Rule]:
+        """What a KV connector asks of the layouts of a prefill and a decode pool."""
+        from meshwright.engines.vllm.pools import pool_rules
+
+        return pool_rules(prefill, decode, connector, spec)
 
     def emit(self, request: Request, version: str | None = None) -> Emission:
         """Commands and files for a request; see ``emit.emit``.

@@ -89,11 +89,20 @@ def with_model(invocation: Invocation, spec: ModelSpec, cluster: Cluster | None)
 
 
 def _one_node(invocation: Invocation, layout: Layout, cluster: Cluster) -> Iterator[Rule]:
-    """Without Ray and without ``--nnodes`` all ranks of a replica start on one node."""
+    """Without Ray and without ``--nnodes`` all ranks of a replica start on one node.
+
+    Commands of one node are judged for every engine alike (``judge.verdict``); here those whose replicas lie on
+    several nodes, or behind a load balancer.
+    """
     world, here = layout.tp * layout.pp * layout.cp, cluster.devices_per_node
     given = dict(invocation.given)
     backend = given.get("--distributed-executor-backend")
-    if world <= here or (invocation.nodes or 1) > 1 or backend in {"ray", "external_launcher"}:
+    if (
+        invocation.deployment == "single"
+        or world <= here
+        or (invocation.nodes or 1) > 1
+        or backend in {"ray", "external_launcher"}
+    ):
         return
     if given.get("--data-parallel-backend") == "ray":
         return
@@ -131,7 +140,10 @@ def _unknown(pasted: Pasted) -> Iterator[Rule]:
 
 
 def _use(instead: str) -> str:
-    return instead if instead.startswith(("nothing", "leave")) else f"use {instead}"
+    if instead.startswith("nothing"):
+        why = instead.removeprefix("nothing").lstrip(": ")
+        return f"leave it out: {why}" if why else "leave it out"
+    return instead if instead.startswith("leave") else f"use {instead}"
 
 
 def _values(pasted: Pasted) -> Iterator[Rule]:
