@@ -9,6 +9,7 @@ import typer
 
 from meshwright.cli.check import check
 from meshwright.cli.plan import plan_app
+from meshwright.cli.run import run_app
 from meshwright.errors import MeshwrightError
 from meshwright.version import VERSION
 
@@ -21,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(plan_app, name="plan")
+app.add_typer(run_app, name="run")
 app.command("check")(check)
 
 

@@ -26,6 +26,7 @@ from meshwright.runtime.models.decoder import Decoder
 from meshwright.runtime.sampling import Sampler, Sampling
 from meshwright.runtime.scope import scope
 from meshwright.runtime.serve.cache import Batch, PagedCache, blocks_for
+from meshwright.specs.model import ModelSpec
 from meshwright.specs.shares import part
 
 DEFAULT_BLOCK_SIZE = 16
@@ -192,7 +193,7 @@ def generate(
         InputError: an empty prompt, an id outside the vocabulary, more positions than the model has, a bad size.
     """
     began = time.perf_counter()
-    _check(mesh, prompts, max_new_tokens, micro_batches, chunk, block_size)
+    check_request(mesh.placement.spec, prompts, max_new_tokens, micro_batches, chunk, block_size)
     layout = mesh.placement.layout
     low, high = part(len(prompts), layout.dp, mesh.coordinate.dp)
     blocks = sum(blocks_for(len(prompts[i]) + max_new_tokens - 1, block_size) for i in range(low, high))
@@ -252,15 +253,19 @@ def _take_in(m: _MicroBatch, tokens: list[int], cache: PagedCache, max_new_token
     m.due = []
 
 
-def _check(
-    mesh: Mesh,
+def check_request(
+    spec: ModelSpec,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    micro_batches: int | None,
-    chunk: int | None,
-    block_size: int,
+    micro_batches: int | None = None,
+    chunk: int | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
 ) -> None:
-    spec = mesh.placement.spec
+    """Refuse what ``generate`` cannot do with a model.
+
+    Raises:
+        InputError: an empty prompt, an id outside the vocabulary, more positions than the model has, a bad size.
+    """
     sizes = {"max_new_tokens": max_new_tokens, "chunk": chunk, "micro_batches": micro_batches, "block_size": block_size}
     for name, value in sizes.items():
         if value is not None and value < 1:

@@ -49,7 +49,7 @@ def run_job(rank: int, job: GenerateJob) -> Any:
     return generate(mesh, decoder, job.prompts, job.max_new_tokens, **job.options)
 
 
-def merged(results: Sequence[Any], placement: Placement) -> dict[int, list[int]]:
+def merged(results: Sequence[Any]) -> dict[int, list[int]]:
     """New tokens of all prompts, from the results of all ranks."""
     out: dict[int, list[int]] = {}
     for generation in results:
