@@ -94,8 +94,8 @@ class AsyncEngineArgs(EngineArgs):
 
 
 NAMES = (
-    "headless port allowed-origins enable-log-requests tensor-parallel-size node-rank backend free enable-bind cpus share "
-    "eplb max-model-len big kernel draft transfer late help"
+    "headless port allowed-origins enable-log-requests tensor-parallel-size node-rank backend free enable-bind cpus "
+    "share eplb max-model-len big kernel draft transfer late help"
 )
 
 
