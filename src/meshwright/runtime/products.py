@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +29,8 @@ PLAIN: dict[str, tuple[int, int]] = {
 }
 #: Products with a weight that lies [out, in] or packed: the output says how wide it is.
 LINEAR = frozenset({"aten::linear", "mkldnn::_linear_pointwise", "aten::mkldnn_linear", "mkl::_mkl_linear"})
+#: Ops made of products.
+COMPOSITE = frozenset({"aten::matmul", "aten::einsum", "aten::tensordot", "aten::inner", "aten::linalg_multi_dot"})
 #: A product inside a scope of this name belongs to the attention core and is no product with a weight.
 CORE = "attention core"
 
@@ -51,7 +54,7 @@ class ProductMode(TorchDispatchMode):
             return NotImplemented
         name = func._schema.name
         if name not in PLAIN and name not in LINEAR:
-            return func(*args, **kwargs)
+            return self._other(func, name, args, kwargs)
         started = time.monotonic_ns()
         out = func(*args, **kwargs)
         ended = time.monotonic_ns()
@@ -70,12 +73,23 @@ class ProductMode(TorchDispatchMode):
         self._add(entry)
         return out
 
+    def _other(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op that is no product. In inference mode composites come whole: those are taken apart here."""
+        if torch.is_inference_mode_enabled() and name in COMPOSITE:
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        return func(*args, **kwargs)
+
 
 def _operands(name: str, args: Sequence[Any], out: Tensor) -> tuple[Shape, Shape]:
-    """Shapes of the two operands, rows of more than two dimensions folded into one for a product with a weight."""
+    """Shapes of the two operands; with a weight, rows are folded into one dimension; a batch of one is left out."""
     if name in PLAIN:
         at, by = PLAIN[name]
         left, right = tuple(args[at].shape), tuple(args[by].shape)
+        if len(right) == 3 and right[0] == 1:
+            left, right = left[1:], right[1:]
         return (left, right) if len(right) > 1 else (left, (*right, 1))
     x: Tensor = args[0]
     k, n = x.shape[-1], out.shape[-1]
