@@ -178,5 +178,7 @@ def head_ops(placement: Placement, c: Context, ends: Sequence[Shard], sampled: i
         ops += c.enter("head input")
     ops.append(c.product(p, sampled))
     if c.layout.tp > 1 and p.n < placement.spec.vocab:
-        ops += collective(c.ways.logits, "logits", "tp", c.layout.tp, (sampled, p.n), c.dtype)
+        # Backends gather equal shapes: of a vocabulary dealt unevenly every piece travels as long as the longest.
+        width = max(p.n, parts(placement.spec.vocab, c.layout.tp))
+        ops += collective(c.ways.logits, "logits", "tp", c.layout.tp, (sampled, width), c.dtype)
     return ops
