@@ -280,14 +280,25 @@ def read(path: Path) -> FlagTable:
     """Flag table of a wheel."""
     version = path.name.split("-")[1]
     flags: dict[str, Flag] = {}
-    for flag in Parser(Wheel(path)).flags():
+    wheel = Wheel(path)
+    for flag in Parser(wheel).flags():
         if flag.name == "--optimization-level":  # FlexibleArgumentParser.parse_args rewrites -O3, -O=3 and -O 3
             flag = replace(flag, aliases=("-O",))
         flags.setdefault(flag.name, flag)
     if UNKNOWN in flags.values():
         raise AssertionError("unread flag")
     ordered = tuple(sorted(flags.values(), key=lambda f: f.name))
-    return FlagTable("vllm", version, path.name, ordered, underscores=True, dotted=True)
+    variables = tuple(sorted(environment(wheel)))
+    return FlagTable("vllm", version, path.name, ordered, underscores=True, dotted=True, environment=variables)
+
+
+def environment(wheel: Wheel) -> list[str]:
+    """Variables that vLLM reads: keys of ``environment_variables`` in envs.py."""
+    module = wheel.module("vllm.envs")
+    found = module.find("environment_variables") if module is not None else None
+    if found is None or not isinstance(found.node, ast.Dict):
+        return []
+    return [str(k.value) for k in found.node.keys if isinstance(k, ast.Constant)]
 
 
 def _spellings(table: FlagTable) -> set[str]:

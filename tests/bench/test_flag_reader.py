@@ -15,6 +15,7 @@ SOURCES = {
     "vllm/config/__init__.py": (
         "from vllm.config.parallel import ParallelConfig\nfrom vllm.config.top import VllmConfig\n"
     ),
+    "vllm/envs.py": "environment_variables: dict = {'VLLM_B': lambda: 1, 'VLLM_A': lambda: 2}\n",
     "vllm/config/utils.py": "raise SystemExit('imported')\n",
     "vllm/config/parallel.py": """
 from typing import Literal
@@ -113,6 +114,7 @@ def test_a_table_is_read_without_importing_anything(wheel: Path) -> None:
     table = read(wheel)
     assert not {name for name in set(sys.modules) - before if name.startswith("vllm")}
     assert (table.version, table.source) == ("0.99.0", wheel.name)
+    assert table.environment == ("VLLM_A", "VLLM_B")
     flags = {flag.name: flag for flag in table.flags}
     assert set(flags) == {f"--{name}" for name in NAMES.split()}
     assert (flags["--tensor-parallel-size"].aliases, flags["--tensor-parallel-size"].type) == (("-tp",), "int")

@@ -66,6 +66,7 @@ class FlagTable:
         removed: flags of earlier versions -> what to use instead (empty: nothing).
         underscores: the parser takes ``--a_b`` for ``--a-b``.
         dotted: the parser takes ``--a.b=c`` for a field of the JSON flag ``--a``.
+        environment: variables of its own that the engine reads; empty: not known.
     """
 
     engine: str
@@ -76,6 +77,7 @@ class FlagTable:
     removed: Mapping[str, str] = field(default_factory=dict)
     underscores: bool = False
     dotted: bool = False
+    environment: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

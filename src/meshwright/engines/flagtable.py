@@ -62,7 +62,7 @@ def table_from(data: Mapping[str, object]) -> FlagTable:
         Flag(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})  # type: ignore[arg-type]
         for row in rows
     )
-    rest = {k: v for k, v in data.items() if k != "flags"}
+    rest = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "flags"}
     return FlagTable(flags=flags, **rest)  # type: ignore[arg-type]
 
 
@@ -78,6 +78,8 @@ def table_to(table: FlagTable) -> str:
         rows.append("  " + json.dumps(row, ensure_ascii=True))
     head = {k: getattr(table, k) for k in ("engine", "version", "source", "prefixes", "underscores", "dotted")}
     head["removed"] = dict(sorted(table.removed.items()))
+    if table.environment:
+        head["environment"] = sorted(table.environment)
     text = json.dumps(head, indent=1, ensure_ascii=True).removesuffix("\n}")
     return text + ',\n "flags": [\n' + ",\n".join(rows) + "\n ]\n}\n"
 

@@ -249,6 +249,13 @@ def test_engine_v0_and_containers() -> None:
     assert codes(read("vllm serve m -dp 8 -dpl 2 -dpa h", CUDA_VISIBLE_DEVICES="0,1")) == set()
 
 
+def test_environment_that_nothing_reads() -> None:
+    (gone,) = read("vllm serve m", VLLM_ATTENTION_BACKEND="FLASH_ATTN").findings
+    assert (gone.code, gone.severity, gone.way_out) == ("environment_unread", "unwise", "use --attention-backend")
+    assert [r.code for r in read("vllm serve m", VLLM_TYPO="1").findings] == ["environment_unread"]
+    assert read("vllm serve m", VLLM_HOST_IP="10.0.0.1", NCCL_DEBUG="INFO", HOME="/x").findings == ()
+
+
 def test_findings_that_need_the_model_or_the_cluster() -> None:
     dense, experts = read_model("llama-3.1-8b"), read_model("qwen3-30b-a3b")
     external = read("vllm serve m -dp 4 -dpn 1")

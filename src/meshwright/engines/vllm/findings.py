@@ -68,6 +68,7 @@ def of_command(pasted: Pasted, layout: Layout, cut: tuple[int, ...]) -> Iterator
     yield from _values(pasted)
     yield from _partition(layout, cut)
     yield from _engine_v0(pasted, layout)
+    yield from _environment(pasted)
     yield from _load_balancing(pasted.words, layout)
     yield from _nodes(pasted.words, layout)
     yield from _visible(pasted, layout)
@@ -193,6 +194,22 @@ def _engine_v0(pasted: Pasted, layout: Layout) -> Iterator[Rule]:
         )
     else:
         yield broken("engine_v0", "unwise", gone, "leave VLLM_USE_V1 out", "vLLM envs.py")
+
+
+def _environment(pasted: Pasted) -> Iterator[Rule]:
+    """Variables of vLLM's that this version does not read."""
+    known = set(pasted.table.environment)
+    for name in pasted.env:
+        if known and name.startswith("VLLM_") and name not in known and name != "VLLM_USE_V1":
+            flag = "--" + name.removeprefix("VLLM_").lower().replace("_", "-")
+            instead = flag if any(f.name == flag for f in pasted.table.flags) else ""
+            yield broken(
+                "environment_unread",
+                "unwise",
+                f"vLLM {pasted.table.version} does not read {shown(name)}",
+                f"use {instead}" if instead else "leave it out",
+                "vLLM envs.py",
+            )
 
 
 def _load_balancing(words: Words, layout: Layout) -> Iterator[Rule]:
