@@ -115,7 +115,7 @@ def fsdp_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: Tr
     layer's gradient is whole in both dtypes while it is reduced, and the root's waits for the end of the backward.
     With a pipeline (``fsdp_unsharded``) parameters and unreduced fp32 gradients of the whole stage stay whole from
     micro-batch to micro-batch. ``half_shards``: DeepSpeed stage 3 (``runtime/zero/stage3.py``): 2 bytes a parameter
-    of working shards beside 4 of master weights, and 4 of gradients in the step: 18 / d and what is whole
+    of working shards, 4 of master weights with the moments, and 4 of gradients in the step: 18 / d and what is whole
     (``estimate_zero3_model_states_mem_needs``).
     """
     knobs = layout.fsdp or Fsdp()
@@ -123,11 +123,11 @@ def fsdp_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: Tr
     degrees = shard_degrees(layout, engine)
     stored = 4 if work.master_weights else size_bytes(work.param_dtype)
     width, reduce = size_bytes(knobs.param_dtype), size_bytes(knobs.reduce_dtype)
-    optimizer = _spread(dense, expert, _optimizer_bytes(work, master=False), degrees)
+    halves = engine.half_shards and stored > width
+    optimizer = _spread(dense, expert, _optimizer_bytes(work, master=halves), degrees)
     optimizer += _plain_moments(units, work, degrees)
     optimizer -= int(optimizer * engine.offload_fraction) if work.offload == "optimizer" else 0
     everything = dense + expert
-    halves = width if engine.half_shards and stored > width else 0
     if degrees == (1, 1):
         gathered = width * everything if stored != width else 0
         gradients = 0
@@ -144,7 +144,7 @@ def fsdp_states(units: tuple[Unit, ...], layout: Layout, work: Train, engine: Tr
         waiting = 0 if knobs.wrap == "model" else root
         gradients = (width + reduce) * largest + (width + (reduce if engine.grad_buffer else 0)) * waiting
     return States(
-        weights=_spread(dense, expert, stored + halves, degrees),
+        weights=_spread(dense, expert, width if halves else stored, degrees),
         gradients=_spread(dense, expert, reduce, degrees),
         optimizer=optimizer,
         gathered_weights=0 if halves and degrees == (1, 1) else gathered,
