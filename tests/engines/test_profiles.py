@@ -60,7 +60,8 @@ def test_splits_hold_every_layer_once_and_leave_no_stage_empty(name: str) -> Non
         for stages in range(1, layers + 1):
             counts = split(layers, stages)
             assert (len(counts), sum(counts)) == (stages, layers)
-            assert max(counts) - min(counts) <= 1
+            # torchtitan counts embedding and head as a layer each: the last stage may hold two layers less
+            assert max(counts) - min(counts) <= (2 if name.startswith("torchtitan") else 1)
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-0.32", "vllm-0.26"])

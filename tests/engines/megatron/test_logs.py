@@ -41,7 +41,7 @@ def test_memory_parameters_and_degrees() -> None:
     assert held["rank 0", "weights", "parameters"] == 2 * 1073741824
     assert held["rank 11", "weights", "parameters"] == 2 * 1074000000
     assert held["rank 0", "total", "max allocated"] == round(20480.5 * MIB)
-    assert held["rank 8", "total", "allocated"] == round(12000.25 * MIB)
+    assert held["rank 8", "allocator", "allocated"] == round(12000.25 * MIB)
     assert all(h.source == "measured" for h in log.holdings)
     ((line, meaning),) = log.misleading
     assert "12000.00 MB" in line

@@ -2,7 +2,8 @@
 
 ``megatron/training/utils/common_utils.py`` ``report_memory``: ``[Rank 0] (after 2 iterations) memory (MB) | allocated:
 ...``, in units of 1024 x 1024 bytes; ``megatron/training/training.py``: number of parameters of every (tensor,
-pipeline) rank; ``arguments.py``: the degrees and, under ``arguments``, every argument.
+pipeline) rank; ``arguments.py``: the degrees and, under ``arguments``, every argument. The term ``total`` is the peak
+that was allocated; what else the allocator says is ``allocator``.
 """
 
 from __future__ import annotations
@@ -120,5 +121,6 @@ def _holdings(s: _State, layout: Layout | None) -> list[Holding]:
         out.append(Holding(f"rank {rank}", "weights", "parameters", count * s.width, "measured"))
     for rank, values in sorted(s.memory.items()):
         for name, value in values.items():
-            out.append(Holding(f"rank {rank}", "total", name, round(value * MIB), "measured"))
+            term = "total" if name == "max allocated" else "allocator"
+            out.append(Holding(f"rank {rank}", term, name, round(value * MIB), "measured"))
     return out
