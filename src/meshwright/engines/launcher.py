@@ -17,6 +17,7 @@ from meshwright.engines.flagtable import find_flag, is_option, load_table, split
 from meshwright.engines.flagwords import Words, shown, unexpanded, whole_number
 from meshwright.engines.hosts import Hosts, hosts_of
 from meshwright.engines.launch_flags import MPIRUN, SRUN, WORDS_TAKEN
+from meshwright.engines.launch_rules import disagree, rendezvous
 from meshwright.errors import InputError
 from meshwright.specs.checks import broken
 from meshwright.specs.rules import Rule
@@ -281,58 +282,9 @@ def _torchrun(launch: Launch, own: Words, env: Mapping[str, str]) -> Launch:
     rank = value("--node-rank")
     node_rank = None if rank is None else _count("--node-rank", rank, 0)
     launch = replace(launch, per_node=per, nodes=nodes, node_rank=node_rank, notes=tuple(notes))
-    rules = rendezvous(launch, value("--rdzv-backend") or "static", value("--rdzv-endpoint"), value("--master-addr"))
+    backend = value("--rdzv-backend") or "static"
+    rules = rendezvous(nodes, node_rank, backend, value("--rdzv-endpoint"), value("--master-addr"))
     return _world(replace(launch, findings=(*launch.findings, *rules)))
-
-
-def rendezvous(launch: Launch, backend: str, endpoint: str | None, master: str | None) -> list[Rule]:
-    """Where the nodes meet: without an address every node waits for itself.
-
-    Source: torch/distributed/run.py get_rdzv_endpoint (static: ``--master-addr``, 127.0.0.1 unless set) and
-    elastic/rendezvous/c10d_rendezvous_backend.py (no endpoint: localhost).
-    """
-    nodes = launch.nodes or 1
-    found = []
-    if launch.node_rank is not None and launch.node_rank >= nodes:
-        found.append(
-            broken(
-                "node_rank_range",
-                "illegal",
-                f"--node-rank {launch.node_rank} of {nodes} nodes; they are numbered 0 to {nodes - 1}",
-                f"use 0 to {nodes - 1}, another number on every node",
-                "torch/distributed/run.py",
-                node_rank=launch.node_rank,
-                nodes=nodes,
-            )
-        )
-    if nodes == 1:
-        return found
-    place = endpoint if backend != "static" else endpoint or master
-    if not place:
-        flag = "--master-addr" if backend == "static" else "--rdzv-endpoint"
-        found.append(
-            broken(
-                "no_meeting_place",
-                "unwise" if backend == "static" and not launch.node_rank else "illegal",
-                f"{nodes} nodes and no {flag}: every node looks for the others on itself and waits",
-                f"add {flag} HOST_OF_NODE_0" + ("" if backend == "static" else ":29500") + " on every node",
-                "torch/distributed/run.py get_rdzv_endpoint",
-                nodes=nodes,
-            )
-        )
-    if backend == "static" and launch.node_rank is None:
-        found.append(
-            broken(
-                "node_rank_missing",
-                "unwise",
-                f"{nodes} nodes with static rendezvous and no --node-rank: typed like this on every node, all are "
-                "node 0",
-                "add --node-rank with the node's number, or --rdzv-backend c10d with --rdzv-endpoint",
-                "torch/distributed/run.py --node-rank",
-                nodes=nodes,
-            )
-        )
-    return found
 
 
 def _deepspeed(launch: Launch, own: Words, read: FileReader | None) -> Launch:
@@ -403,42 +355,8 @@ def _inside(outer: Launch, inner: Launch) -> Launch:
         return replace(
             outer, script=inner.script, arguments=inner.arguments, module=inner.module, given=given, notes=notes
         )
-    findings = list(inner.findings)
-    if outer.per_node is not None and outer.per_node > 1 and inner.launcher == "torchrun":
-        findings.append(
-            broken(
-                "launchers_multiply",
-                "illegal",
-                f"{outer.launcher} starts {outer.per_node} torchrun a node, each with "
-                f"{inner.per_node or 'all'} processes",
-                "start one torchrun a node (--ntasks-per-node 1)",
-                per_node=outer.per_node,
-            )
-        )
     nodes = inner.nodes or outer.nodes
-    if outer.nodes and outer.nodes > 1 and nodes == 1:
-        findings.append(
-            broken(
-                "separate_worlds",
-                "unwise",
-                f"{outer.launcher} starts {outer.nodes} nodes, {inner.launcher} on each waits for 1: these are "
-                f"{outer.nodes} runs that do not know of each other",
-                f"add --nnodes {outer.nodes} and a rendezvous address",
-                outer=outer.nodes,
-                inner=1,
-            )
-        )
-    elif outer.nodes and nodes != outer.nodes:
-        findings.append(
-            broken(
-                "nodes_disagree",
-                "illegal",
-                f"{outer.launcher} starts {outer.nodes} nodes, {inner.launcher} waits for {inner.nodes}",
-                "give both the same number",
-                outer=outer.nodes,
-                inner=inner.nodes or 0,
-            )
-        )
+    findings = [*inner.findings, *disagree((outer.launcher, outer.nodes, outer.per_node), inner.launcher, nodes)]
     joined = replace(inner, nodes=nodes, given=given, notes=notes, findings=tuple(findings))
     return _world(joined)
 

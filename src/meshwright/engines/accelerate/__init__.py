@@ -79,7 +79,8 @@ class Accelerate(TrainingEngine):
         flags = {k: v for k, v in invocation.given if k.startswith("-")}
         config, script = nested(invocation.given), script_of(invocation.given)
         if invocation.train_options.get("preset") == "deepspeed":
-            found = understand_deepspeed(config, script, invocation.devices or cluster.devices, spec)
+            devices = invocation.devices or cluster.devices
+            found = understand_deepspeed(config, script, devices, spec, cluster.device.memory_bytes)
         else:
             found = understand(config, flags, script, spec, cluster)
         return replace(

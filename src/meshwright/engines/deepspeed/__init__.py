@@ -72,7 +72,8 @@ class DeepSpeed(TrainingEngine):
     def complete(self, invocation: Invocation, spec: ModelSpec, cluster: Cluster) -> Invocation:
         """Data parallel degree, batch triple and buffers, for this model on these devices."""
         devices = invocation.devices or cluster.devices
-        found = understand(nested(invocation.given), script_of(invocation.given), devices, spec)
+        config, script = nested(invocation.given), script_of(invocation.given)
+        found = understand(config, script, devices, spec, cluster.device.memory_bytes)
         return replace(
             invocation,
             layout=found.layout,
