@@ -100,6 +100,15 @@ def schedule(name: str, stages: int, microbatches: int, virtual: int = 1) -> Tab
     return Table(name, stages, microbatches, virtual, ranks)
 
 
+def refusal(name: str, stages: int, microbatches: int, virtual: int = 1) -> str:
+    """Why ``schedule`` has no table for these numbers; empty when it has one."""
+    try:
+        _check(name, stages, microbatches, virtual)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def _check(name: str, stages: int, microbatches: int, virtual: int) -> int:
     """Refuse what has no table; the chunks a rank otherwise."""
     if name not in SCHEDULES:

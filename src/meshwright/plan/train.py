@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.errors import IllegalLayoutError
-from meshwright.plan.candidates import bound_of, thin
+from meshwright.moves.pipeline import refusal
+from meshwright.plan.candidates import thin
 from meshwright.plan.explain import lost_by
 from meshwright.plan.explain_train import explain_train
 from meshwright.plan.memory import TrainMemory
@@ -14,9 +15,12 @@ from meshwright.plan.plan import Alternative, Candidate, Motive, Plan, Rejected
 from meshwright.plan.train_cost import train_cost
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.train_memory import train_memory
+from meshwright.plan.train_states import moment_bytes
+from meshwright.plan.training_step import microbatches
 from meshwright.plan.verdict import given_training, no_training, train_verdict
 from meshwright.specs.checks import dp_does_not_cure
 from meshwright.specs.cluster import Cluster
+from meshwright.specs.dtypes import size_bytes
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.nearest import explain as explain_rules
@@ -149,16 +153,29 @@ def _expert_degrees(spec: ModelSpec, ranks: int) -> list[int]:
     return [e for e in (1, 4, 8, 16, 32, 64) if ranks % e == 0 and e <= moe.experts]
 
 
-def state_bound(ctx: TrainContext, layout: Layout) -> float:
-    """Least bytes of parameters, gradients and optimizer state on the fullest rank, shares at best equal."""
-    bound = bound_of(ctx.spec)
-    width = 2.0
+def parameter_counts(spec: ModelSpec) -> tuple[int, int]:
+    """Parameters of the decoder: outside experts, in experts."""
+    expert = sum(f.parameters for f in spec.select("decoder") if f.role == "expert")
+    return spec.parameters("decoder") - expert, expert
+
+
+def state_bound(work: Train, engine: TrainEngine, layout: Layout, counts: tuple[int, int]) -> float:
+    """Least bytes of parameters, gradients and optimizer state on the fullest rank, shares at best equal.
+
+    ZeRO-3 keeps the fp32 shard as the only copy of a parameter (torch FSDP2), so working weights do not count there;
+    what is offloaded does not count at all.
+    """
+    experts_cut = layout.ep * (layout.etp if layout.etp is not None else layout.tp)
+    parameters = (counts[0] / layout.tp + counts[1] / experts_cut) / layout.pp
+    width, gradient = size_bytes(work.param_dtype), size_bytes(work.grad_dtype)
+    master = 4 if work.master_weights and work.param_dtype != "f32" else 0
+    states = 0 if work.offload == "optimizer" or engine.on_host else moment_bytes(work) + master
+    kept = 0 if engine.on_host else gradient
     sharded = layout.dp * layout.cp
-    parameters = (
-        bound.dense_bytes / width / layout.tp + bound.expert_bytes / width / max(layout.tp, layout.ep)
-    ) / layout.pp
-    kept = 6.0 if layout.zero < 3 else 6.0 / sharded
-    return parameters * (kept + 12.0 / (sharded if layout.zero else 1))
+    if layout.zero == 3:
+        return 0.0 if engine.on_host else parameters * (kept + states) / sharded
+    over = sharded if layout.zero else 1
+    return parameters * (width + kept / (over if layout.zero == 2 else 1) + states / over)
 
 
 def promise(layout: Layout) -> tuple[float, ...]:
@@ -170,12 +187,13 @@ def _search(ctx: TrainContext) -> tuple[list[Candidate], list[Rejected]]:
     """Candidates that fit, best first, and what was refused."""
     rejected: list[Rejected] = []
     legal: list[tuple[Layout, tuple[Rule, ...]]] = []
+    counts = parameter_counts(ctx.spec)
     for layout in training_layouts(ctx.spec, ctx.cluster, ctx.work):
         rules = tuple(ctx.profile.check(ctx.spec, layout, ctx.cluster, ctx.work))
         broken = next((r for r in rules if r.severity == "illegal"), None)
         if broken is not None:
             rejected.append(Rejected(layout, broken.code, broken.message))
-        elif (least := state_bound(ctx, layout)) > ctx.cluster.device.memory_bytes:
+        elif (least := state_bound(ctx.work, ctx.engine, layout, counts)) > ctx.cluster.device.memory_bytes:
             text = (
                 f"parameters, gradients and optimizer state take at least {gib(least)} a rank of "
                 f"{gib(ctx.cluster.device.memory_bytes)}"
@@ -260,6 +278,8 @@ def alternatives(chosen: Candidate, ordered: list[Candidate]) -> tuple[Alternati
 
 def _given(ctx: TrainContext, layout: Layout, works: list[Candidate], rejected: list[Rejected]) -> Plan:
     rules = tuple(explain_rules(ctx.spec, layout, ctx.profile, ctx.cluster, ctx.work))
+    if not any(r.severity == "illegal" for r in rules):
+        rules += schedule_refuses(layout, ctx.work)
     broken = [r for r in rules if r.severity == "illegal"]
     chosen = None if broken else ctx.evaluate(layout, mode_that_fits(ctx, layout)[0], rules)
     work = _train_of(chosen) if chosen is not None else ctx.work
@@ -288,6 +308,21 @@ def _given(ctx: TrainContext, layout: Layout, works: list[Candidate], rejected: 
         alternatives=others,
         rejected=tuple(thin((r for r in rejected if r.layout != layout), MAX_REJECTED)),
     )
+
+
+def schedule_refuses(layout: Layout, work: Train) -> tuple[Rule, ...]:
+    """The rule that a pipeline schedule breaks with this number of micro-batches."""
+    m = microbatches(layout, work)
+    name = "interleaved" if layout.virtual > 1 and layout.schedule == "1f1b" else layout.schedule
+    said = refusal(name, layout.pp, m, layout.virtual) if layout.pp > 1 else ""
+    if not said:
+        return ()
+    message, _, cure = said.partition("; ")
+    replica = layout.dp * layout.micro_batch
+    more = 2 * layout.pp * replica
+    numbers = (("micro_batches", m), ("pp", layout.pp), ("virtual", layout.virtual))
+    way_out = f"{cure or f'raise --global-batch to {more} or lower dp'}, or schedule=1f1b"
+    return (Rule("schedule_micro_batches", "illegal", message, way_out, "torch.distributed.pipelining", numbers),)
 
 
 def _better(works: list[Candidate]) -> tuple[Alternative, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.moves.pipeline import FOLDED, schedule, simulate
 from meshwright.plan.cost import Links, Tally, tally
 from meshwright.plan.plan import Cost
 from meshwright.plan.training_step import microbatches, training_ops
@@ -15,13 +16,27 @@ from meshwright.specs.workload import Train
 HIDDEN = 2 / 3
 
 
-def bubble(layout: Layout, micro_batches: int) -> float:
-    """Share of a step that a stage stands idle: (p-1)/(v m + p-1), the closed form of GPipe and 1F1B for v = 1.
+def bubble_parts(layout: Layout, micro_batches: int) -> tuple[int, str]:
+    """The closed form (p-1)/(busy + p-1): ``busy`` in units of the bubble, and how it is written with m and v.
 
-    Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2 (there over m, here over the whole step).
+    1F1B and GPipe m, interleaved v m (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Split backwards, all
+    parts equally long: ZB-H1 3 m (Qi et al. 2023, arXiv 2401.10241, section 2.2), ZBV and DualPipeV, whose unit is a
+    third of a half stage, 6 m from 2 p micro-batches on (counted by ``moves.pipeline.simulate``).
     """
-    p, v = layout.pp, layout.virtual
-    return (p - 1) / (v * micro_batches + p - 1)
+    if layout.schedule in FOLDED:
+        return 6 * micro_batches, "6m"
+    if layout.schedule == "zb-h1" and layout.virtual == 1:
+        return 3 * micro_batches, "3m"
+    return layout.virtual * micro_batches, "v m" if layout.virtual > 1 else "m"
+
+
+def bubble(layout: Layout, micro_batches: int) -> float:
+    """Share of a step that a stage stands idle; see ``bubble_parts``. A folded pipeline with fewer than 2 p
+    micro-batches has no closed form and is simulated."""
+    p = layout.pp
+    if p > 1 and layout.schedule == "zbv" and micro_batches < 2 * p:
+        return simulate(schedule("zbv", p, micro_batches, 2)).bubble
+    return (p - 1) / (bubble_parts(layout, micro_batches)[0] + p - 1)
 
 
 def is_data_parallel(group: str | None) -> bool:
