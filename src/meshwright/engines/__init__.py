@@ -19,6 +19,7 @@ from meshwright.specs.workload import Serve, Workload
 FOLDERS: dict[str, str] = {
     "vllm": "meshwright.engines.vllm",
     "sglang": "meshwright.engines.sglang",
+    "trtllm": "meshwright.engines.trtllm",
     "meshwright": "meshwright.engines.own",
     "deepspeed": "meshwright.engines.deepspeed",
     "accelerate": "meshwright.engines.accelerate",

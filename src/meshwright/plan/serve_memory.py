@@ -6,10 +6,12 @@ blocks decides for all ranks of a replica (vLLM ``v1/worker/utils.py``, ``v1/cor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
 from meshwright.ledger.schema import Holding
+from meshwright.plan.calibration import measured_holdings
 from meshwright.plan.constants.serving import EngineMemory, engine_memory, step_defaults
 from meshwright.plan.engine_memory import activation_bytes, engine_holdings
 from meshwright.plan.headroom import static_share
@@ -89,6 +91,7 @@ def serve_memory(
     workload: Serve,
     settings: ServeSettings | None = None,
     constants: EngineMemory | None = None,
+    measured: Mapping[str, int] | None = None,
 ) -> ServeMemory:
     """What every rank holds while serving ``workload``, and how many tokens and requests fit.
 
@@ -98,6 +101,7 @@ def serve_memory(
         workload: lengths and concurrency; without a concurrency the needed cache is that of one request a replica.
         settings: engine settings; open fields take the engine's defaults on this device.
         constants: memory constants; None: those of the profile's engine and version.
+        measured: terms that an earlier start printed, in bytes; they replace the counted and modelled ones.
     """
     layout = placement.layout
     settings = resolve_settings(
@@ -105,7 +109,7 @@ def serve_memory(
     )
     constants = constants or engine_memory(placement.profile.engine, placement.profile.version)
     plan = cache_plan(placement.spec, layout.tp, layout.dcp, cache_rules(placement, settings, constants))
-    pools = [_pool(placement, c, cluster, workload, settings, constants) for c in placement.classes]
+    pools = [_pool(placement, c, cluster, workload, settings, constants, measured or {}) for c in placement.classes]
     sizes = [(p.layers, p.pool) for p in pools]
     context = workload.context
     asked = 1 if workload.concurrency is None else -(-workload.concurrency // layout.dp)
@@ -135,6 +139,7 @@ def _pool(
     workload: Serve,
     settings: ServeSettings,
     constants: EngineMemory,
+    measured: Mapping[str, int],
 ) -> _Pool:
     assert settings.utilization is not None
     device, stage = cluster.device, placement.stages[rank_class.coordinate.pp]
@@ -142,12 +147,16 @@ def _pool(
         *weight_holdings(placement, rank_class, settings, device, constants),
         *engine_holdings(placement, rank_class, cluster, settings, workload.context, constants),
     ]
+    holdings = measured_holdings(holdings, measured, rank_class.name) if measured else holdings
+    held = sum(h.bytes for h in holdings)
     capacity = ceil(device.memory_bytes * settings.utilization)
+    if constants.share_of_free and held < device.memory_bytes:
+        capacity = held + int((device.memory_bytes - held) * settings.utilization)
     layers = frozenset(stage.layers)
     if stage.head:
         first = len(placement.spec.layers)
         layers |= frozenset(range(first, first + len(placement.spec.mtp_layers)))
-    return _Pool(rank_class, layers, capacity, capacity - sum(h.bytes for h in holdings), tuple(holdings))
+    return _Pool(rank_class, layers, capacity, capacity - held, tuple(holdings))
 
 
 def _rank(p: _Pool, plan: CachePlan, context: int, asked: int) -> RankMemory:

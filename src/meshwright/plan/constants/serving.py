@@ -58,6 +58,7 @@ class EngineMemory:
         mla_block_size, packed_block_size: least block of MLA kernels, and of DeepSeek-V4's packed pages.
         profiled: the engine runs a step before it sizes its cache and takes the peak out of the pool (vLLM); else
             activations and graphs live in what the static share leaves of the device (SGLang).
+        share_of_free: the share is one of what a trial step leaves free (TensorRT-LLM), not of the device.
         source: where the constants come from.
     """
 
@@ -83,6 +84,7 @@ class EngineMemory:
     packed_block_size: int
     source: str
     profiled: bool = True
+    share_of_free: bool = False
 
 
 def version_key(version: str) -> tuple[int, ...]:
@@ -137,6 +139,7 @@ def engine_memory(engine: str, version: str) -> EngineMemory:
         packed_block_size=cache_rules["packed_block_size"],
         source=now["rows"],
         profiled=raw.get("profiled", True),
+        share_of_free=raw.get("share_of_free", False),
     )
 
 
