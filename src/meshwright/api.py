@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.errors import InputError
@@ -65,18 +66,23 @@ def plan_serve(
     layout: str | Layout | None = None,
     engine: str = "vllm",
     settings: ServeSettings | None = None,
+    calibration: str | Path | None = None,
 ) -> Plan:
     """Judge ``layout`` for serving, or choose one; the commands of the engine are attached.
+
+    ``calibration``: file written by ``check --save``, whose terms replace the modelled ones of the same degrees.
 
     Raises:
         InputError: an unknown model, device, link, engine or layout key.
     """
     from meshwright import engines
+    from meshwright.plan.calibration import read_calibration
     from meshwright.plan.serve import plan_serve as decide
 
     spec, cluster, profile = _model(model), _cluster(on), engines.profile(engine)
     workload = workload or Serve()
-    plan = decide(spec, cluster, workload, profile, settings or ServeSettings(), _layout(layout))
+    found = read_calibration(Path(calibration)) if calibration is not None else None
+    plan = decide(spec, cluster, workload, profile, settings or ServeSettings(), _layout(layout), found)
     notes = (*spec.assumptions, *cluster.notes, *(plan.chosen.memory.notes if plan.chosen else ()))
     named = replace(plan, notes=notes, asked=model if isinstance(model, str) else spec.name)
     return replace(named, commands=emit(named).commands if named.legal and _starts(named) else ())

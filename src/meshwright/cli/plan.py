@@ -148,6 +148,7 @@ _PHASE = typer.Option(
     None, "--phase", help="Of the ledger only this phase: prefill, decode, forward, backward, optimizer."
 )
 _STRATEGIES = typer.Option(False, "--strategies", help="What each strategy cuts, moves and where it belongs.")
+_CALIBRATION = typer.Option(None, "--calibration", help="What check --save wrote of an earlier boot log.")
 _EMIT = typer.Option(None, "--emit", help="Write one script a node and step, and the files that go with them.")
 _OPTIONS = typer.Option(None, "--option", help="Engine-specific: connector=nixl, image=..., name=...; repeatable.")
 _SAVE = typer.Option(None, "--save-ledger", help="Write the ledger: a folder (parquet) or a file ending in .jsonl.")
@@ -180,6 +181,7 @@ def serve(
     dtype: str | None = typer.Option(None, "--dtype", help="Compute dtype instead of the configuration's."),
     speculative: bool = typer.Option(False, "--speculative", help="Load the multi-token-prediction layers."),
     text_only: bool = typer.Option(False, "--text-only", help="Do not load the vision encoder."),
+    calibration: Path | None = _CALIBRATION,
     as_json: bool = _JSON,
     html: Path | None = _HTML,
     ledger: bool = _LEDGER,
@@ -232,7 +234,8 @@ def serve(
     )
     out = _Output(as_json, html, ledger, phase, strategies, save_ledger, emit, deployment, tuple(option or ()))
     if prefill is None and decode is None:
-        _emit(plan_serve(model, on, workload, layout=layout, engine=engine, settings=settings), out)
+        known = {"layout": layout, "engine": engine, "settings": settings, "calibration": calibration}
+        _emit(plan_serve(model, on, workload, **known), out)  # type: ignore[arg-type]
         return
     from meshwright.api import plan_pools
 

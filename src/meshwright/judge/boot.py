@@ -11,18 +11,14 @@ from typing import Any
 from meshwright import engines
 from meshwright.engines.base import BootLog
 from meshwright.errors import InputError
+from meshwright.plan.calibration import PARTS, part
 from meshwright.specs.units import GIB
 
 MAX_LINE = 1 << 16
 MAX_PLAN_BYTES = 64 << 20
 
-#: Terms of a boot log, by the key of a plan's worst rank that predicts them.
-TERMS = {
-    "weights": "weights_bytes",
-    "activations": "activations_bytes",
-    "runtime": "runtime_bytes",
-    "kv_cache": "kv_pool_bytes",
-}
+#: Parts that a boot log may print, in the order of the table.
+SHOWN = (*PARTS, "kv_cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +58,7 @@ def read_log(path: Path) -> BootLog:
         InputError: no engine knows its lines.
     """
     for name in ("vllm", "sglang", "trtllm", "megatron", "torchtitan"):
-        if name not in engines.FOLDERS:
+        if name not in engines.FOLDERS or not engines.can_emit(name):
             continue
         found = engines.load(name).read_log(lines_of(path))
         if found is not None:
@@ -89,33 +85,44 @@ def read_plan(path: Path) -> Mapping[str, Any]:
     return data
 
 
-def printed_bytes(log: BootLog, term: str) -> int | None:
-    """Bytes of a term on the rank that printed most of it (of a pool: least); None when none was printed."""
+def printed_bytes(log: BootLog, name: str) -> int | None:
+    """Bytes of a part on the rank that printed most of it (of the cache: least); None when none was printed."""
     by_rank: dict[str, int] = {}
     for holding in log.holdings:
-        if holding.term == term:
+        if part(holding.term, holding.tensor) == name:
             by_rank[holding.rank_class] = by_rank.get(holding.rank_class, 0) + holding.bytes
     if not by_rank:
         return None
-    return min(by_rank.values()) if term == "kv_cache" else max(by_rank.values())
+    return min(by_rank.values()) if name == "kv_cache" else max(by_rank.values())
+
+
+def predicted_bytes(plan: Mapping[str, Any], name: str) -> float | None:
+    """Bytes of a part on the plan's worst rank; of the cache its pool."""
+    memory = plan["memory"]
+    if name == "kv_cache":
+        return _number(memory.get("kv_pool_bytes"))
+    worst, rows = memory.get("worst"), memory.get("holdings")
+    if not isinstance(worst, dict) or not isinstance(rows, list):
+        return None
+    sizes = [
+        _number(row.get("bytes")) or 0.0
+        for row in rows
+        if isinstance(row, dict)
+        and row.get("rank_class") == worst.get("rank_class")
+        and part(str(row.get("term")), str(row.get("tensor"))) == name
+    ]
+    return sum(sizes) if sizes else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def compare(log: BootLog, plan: Mapping[str, Any]) -> tuple[Difference, ...]:
-    """Predicted against printed, term by term; a term that neither side has is left out."""
-    memory = plan["memory"]
-    worst = memory.get("worst") if isinstance(memory.get("worst"), dict) else {}
-    rows = []
-    for term, key in TERMS.items():
-        predicted = memory.get(key) if key == "kv_pool_bytes" else worst.get(key)
-        predicted = float(predicted) if isinstance(predicted, int | float) else None
-        printed = printed_bytes(log, term)
-        if predicted is not None or printed is not None:
-            rows.append(Difference(term, predicted, float(printed) if printed is not None else None))
-    tokens = plan.get("kv_cache_tokens")
-    if isinstance(tokens, int | float) or log.kv_cache_tokens is not None:
-        predicted = float(tokens) if isinstance(tokens, int | float) else None
-        rows.append(Difference("kv_cache_tokens", predicted, log.kv_cache_tokens))
-    return tuple(rows)
+    """Predicted against printed, part by part; a part that neither side has is left out."""
+    rows = [Difference(name, predicted_bytes(plan, name), _number(printed_bytes(log, name))) for name in SHOWN]
+    rows.append(Difference("kv_cache_tokens", _number(plan.get("kv_cache_tokens")), log.kv_cache_tokens))
+    return tuple(row for row in rows if row.predicted is not None or row.printed is not None)
 
 
 def save_calibration(log: BootLog, path: Path) -> None:
@@ -129,7 +136,7 @@ def save_calibration(log: BootLog, path: Path) -> None:
         "version": log.version,
         "model": log.model,
         "layout": str(log.layout) if log.layout else None,
-        "terms_bytes": {term: printed_bytes(log, term) for term in TERMS},
+        "terms_bytes": {name: printed_bytes(log, name) for name in PARTS},
         "kv_cache_tokens": log.kv_cache_tokens,
     }
     try:

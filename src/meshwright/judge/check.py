@@ -33,8 +33,9 @@ HINTS: dict[str, tuple[str, ...]] = {
 def candidates(argv: Sequence[str]) -> list[str]:
     """Engines whose hint stands in the command, in the order of ``HINTS``; all of them when none does."""
     text = "\n".join(argv).lower()
-    found = [e for e, hints in HINTS.items() if e in engines.FOLDERS and any(h in text for h in hints)]
-    return found or [e for e in HINTS if e in engines.FOLDERS]
+    named = [e for e, hints in HINTS.items() if e in engines.FOLDERS and any(h in text for h in hints)]
+    found = [e for e in named if engines.can_emit(e)]
+    return found or [e for e in HINTS if e in engines.FOLDERS and engines.can_emit(e)]
 
 
 def whose(argv: Sequence[str], engine: str | None) -> tuple[Engine, str | None]:
@@ -130,7 +131,7 @@ def check_config(
     data = Folder(path.resolve().parent)(path.name)
     if data is None:
         raise InputError(f"{path}: no such file")
-    names = [engines.split_name(engine)[0]] if engine else [e for e in HINTS if e in engines.FOLDERS]
+    names = [engines.split_name(engine)[0]] if engine else candidates(())
     for name in names:
         found = engines.load(name)
         invocation = found.parse_file(path.name, data)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from meshwright.errors import IllegalLayoutError
+from meshwright.plan.calibration import Calibration
 from meshwright.plan.candidates import enumerate_serving, thin
 from meshwright.plan.choose import alternatives, better, choose
 from meshwright.plan.cost import serve_cost
@@ -41,6 +42,7 @@ class ServeContext:
     workload: Serve
     profile: EngineProfile
     settings: ServeSettings
+    calibration: Calibration | None = None
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -66,14 +68,20 @@ class ServeContext:
         """
         placement = place(self.spec, layout, self.profile, sections=self.sections)
         workload = self.at_rate(placement)
-        memory = serve_memory(placement, self.cluster, workload, self.settings)
+        memory = self.memory(placement, workload)
         cost = serve_cost(placement, self.cluster, workload, memory.max_requests, self.settings)
         target = workload.tpot_s
         if workload.concurrency is None and target is not None and cost.step_s > target and memory.max_requests:
             workload = self.at_target(placement, memory.max_requests, target)
-            memory = serve_memory(placement, self.cluster, workload, self.settings)
+            memory = self.memory(placement, workload)
             cost = serve_cost(placement, self.cluster, workload, memory.max_requests, self.settings)
         return Candidate(layout, placement, memory, cost, rules, workload)
+
+    def memory(self, placement: Placement, workload: Serve) -> ServeMemory:
+        """Memory of a layout, with the terms that an earlier start of it printed."""
+        found = self.calibration
+        measured = found.terms_for(placement.layout, self.profile.engine) if found is not None else None
+        return serve_memory(placement, self.cluster, workload, self.settings, measured=measured)
 
     def at_target(self, placement: Placement, most: int, target_s: float) -> Serve:
         """The workload with as many requests in flight as keep the target of a token (a power of two a replica), of
@@ -109,6 +117,7 @@ def plan_serve(
     profile: EngineProfile,
     settings: ServeSettings,
     layout: Layout | None = None,
+    calibration: Calibration | None = None,
 ) -> Plan:
     """Judge ``layout``, or choose one.
 
@@ -119,9 +128,10 @@ def plan_serve(
         profile: the engine.
         settings: engine settings; open fields take the engine's defaults on this device.
         layout: judge this one; None: search.
+        calibration: terms that an earlier start of the engine printed.
     """
     settings = resolve_settings(settings, profile, cluster, workload, layout, spec)
-    ctx = ServeContext(spec, cluster, workload, profile, settings)
+    ctx = ServeContext(spec, cluster, workload, profile, settings, calibration)
     pool = enumerate_serving(spec, cluster, workload, profile, ctx.budget_bytes, workload.concurrency)
     candidates: list[Candidate] = []
     rejected = list(pool.rejected)
