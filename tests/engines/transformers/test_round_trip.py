@@ -85,3 +85,8 @@ def test_what_cannot_be_started_is_refused(layout: Layout, says: str) -> None:
 def test_serving_is_refused() -> None:
     with pytest.raises(InputError, match="serve with"):
         ENGINE.emit(Request("m", Layout(), cluster(1, 8), Serve()))
+
+
+def test_muon_is_not_the_trainers() -> None:
+    with pytest.raises(InputError, match="no muon"):
+        ENGINE.emit(request("m", Layout(dp=8, zero=3), cluster(1, 8), Train(global_batch=8, optimizer="muon")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.engines.base import Emission, OutFile, Request
 from meshwright.engines.plainyaml import dump
 from meshwright.engines.torchrun.emit import MAX_WRITTEN, PORT, quoted, spread
-from meshwright.engines.trainer_words import script_words
+from meshwright.engines.trainer_words import no_muon, script_words
 from meshwright.engines.training import on_host
 from meshwright.errors import InputError
 from meshwright.specs.command import Command
@@ -26,6 +26,7 @@ def emit(request: Request) -> Emission:
     if not isinstance(work, Train):
         raise InputError("accelerate trains; serve with --engine vllm or sglang")
     _refuse(layout, work)
+    no_muon(work)
     nodes, _ = spread(layout.world, request.cluster)
     offload = "parameters" in on_host(request)
     text = dump(config(layout, work, nodes, offload))

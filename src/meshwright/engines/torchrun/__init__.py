@@ -11,7 +11,7 @@ from meshwright.engines.launcher import TORCHRUN_VERSION, read_launch, torchrun_
 from meshwright.engines.torchrun.emit import torchrun_commands
 from meshwright.engines.torchrun.profile import PROFILES
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer
-from meshwright.engines.trainer_words import script_words
+from meshwright.engines.trainer_words import no_muon, script_words
 from meshwright.engines.training import TrainingEngine, fill_dp, from_launch
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
@@ -100,6 +100,7 @@ class Torchrun(TrainingEngine):
                 f"torchrun alone knows {layout.world} processes, not {layout}: use --engine torchtitan, megatron, "
                 "deepspeed, accelerate or transformers"
             )
+        no_muon(work)
         words = ["train.py", *script_words(request.model, layout, work)]
         note = "replace train.py by a script that wraps its model in DistributedDataParallel"
         return Emission(torchrun_commands(words, layout.world, request.cluster, (), note))

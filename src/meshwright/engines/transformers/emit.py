@@ -6,7 +6,7 @@ import json
 
 from meshwright.engines.base import Emission, OutFile, Request
 from meshwright.engines.torchrun.emit import torchrun_commands
-from meshwright.engines.trainer_words import script_words
+from meshwright.engines.trainer_words import no_muon, script_words
 from meshwright.engines.training import on_host
 from meshwright.errors import InputError
 from meshwright.specs.layout import Layout
@@ -29,6 +29,7 @@ def emit(request: Request) -> Emission:
     if not isinstance(work, Train):
         raise InputError("transformers' distributed training is written here; serve with --engine vllm or sglang")
     _refuse(layout, work)
+    no_muon(work)
     words = ["train.py", "--distributed_config", CONFIG, *_words(request.model, layout, work)]
     files = (OutFile(CONFIG, json.dumps(config(request, work), indent=2) + "\n", "fields of DistributedConfig"),)
     return Emission(torchrun_commands(words, layout.world, request.cluster, (), NOTE), files)
