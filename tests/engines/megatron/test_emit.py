@@ -87,7 +87,7 @@ def layouts(seed: int, count: int) -> Iterator[tuple[ModelSpec, Layout, Train]]:
         recompute = rng.choice(("none", "selective", "full"))
         work = Train(
             seq=rng.choice((1024, 4096, 8192)),
-            global_batch=each * pp * rng.choice((1, 2, 5)),
+            global_batch=each * rng.choice((pp, 2 * pp, 5 * pp, pp + 1, 2 * pp + 1)),
             optimizer=rng.choice(("adamw", "sgd")),
             recompute=recompute,  # type: ignore[arg-type]
             recompute_layers=rng.choice((1, 2)) if recompute == "full" else None,

@@ -159,3 +159,33 @@ def test_the_ways_out_start() -> None:
     found, _, rules = judged(command, "4x8xH100-SXM")
     assert found.layout.stage_layers == (11, 12, 12, 11)
     assert not [r for r in rules if r.severity == "illegal"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "group", "starts", "way"),
+    [
+        (40, None, False, "--microbatch-group-size-per-virtual-pipeline-stage 5, or a global batch of 32"),
+        (40, 5, True, ""),
+        (56, 4, False, "--microbatch-group-size-per-virtual-pipeline-stage 7"),
+        (56, 7, True, ""),
+        (64, None, True, ""),
+        (40, 3, False, "5"),
+        (24, None, False, "a global batch of 32"),
+    ],
+)
+def test_groups_of_the_interleaved_schedule(batch: int, group: int | None, starts: bool, way: str) -> None:
+    """4 stages, 2 chunks, dp 2, micro-batches of 4: 5, 7, 8 and 3 micro-batches."""
+    command = replaced(
+        ONE,
+        pipeline_model_parallel_size=4,
+        num_virtual_stages_per_pipeline_rank=2,
+        micro_batch_size=4,
+        global_batch_size=batch,
+        microbatch_group_size_per_virtual_pipeline_stage=group,
+    )
+    for text in (command, command.replace("--nproc-per-node 8 ", "")):
+        _, _, rules = judged(text, "1x8xH100-SXM")
+        refused = [r for r in rules if r.severity == "illegal"]
+        assert (refused == []) is starts, refused
+        if not starts:
+            assert way in refused[0].way_out

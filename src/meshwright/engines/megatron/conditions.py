@@ -12,8 +12,9 @@ from meshwright.engines.flagwords import shown
 from meshwright.engines.megatron.arguments import Args
 from meshwright.engines.megatron.model import layers_of, pattern_of
 from meshwright.engines.megatron.parallel import parts_of
+from meshwright.engines.megatron.stages import SCHEDULES, fits_group, group_for
 from meshwright.engines.megatron.switches import ARGUMENTS, switches
-from meshwright.engines.megatron.work import recompute_of
+from meshwright.engines.megatron.work import global_batch, recompute_of
 from meshwright.specs.checks import broken, divisors, named
 from meshwright.specs.layout import Layout
 from meshwright.specs.rules import Rule
@@ -36,6 +37,7 @@ def conditions(a: Args, layout: Layout, env: Mapping[str, str], devices: int | N
         *world(layout, devices),
         *_required(a),
         *_pipeline(a, layout),
+        *(groups(a, layout, global_batch(a, layout)) if devices is not None else ()),
         *_recompute(a, layout),
         *switches(a, layout, env),
     ]
@@ -227,6 +229,31 @@ def _described(a: Args, layout: Layout) -> Iterator[Rule]:
             parts=len(parts),
             stages=layout.pp,
         )
+
+
+def groups(a: Args, layout: Layout, batch: int) -> Iterator[Rule]:
+    """Micro-batches of the interleaved schedule in the groups that the command states, or in groups of all stages."""
+    each, pp = layout.dp * layout.micro_batch, layout.pp
+    if layout.virtual == 1 or pp == 1 or batch % each:
+        return
+    name, rounds = "microbatch-group-size-per-virtual-pipeline-stage", batch // each
+    group = a.count(name, pp)
+    if fits_group(rounds, group, pp):
+        return
+    better = group_for(rounds, pp)
+    way = f"use --{name} {better}, or " if better is not None else ""
+    yield broken(
+        "interleaved_micro_batches",
+        "illegal",
+        f"{rounds} micro-batches in groups of {group} leave {rounds % group} for the last, fewer than the {pp} stages"
+        if pp <= group <= rounds
+        else f"the interleaved schedule takes groups of {pp} stages to {rounds} micro-batches, the group is {group}",
+        f"{way}a global batch of {each * pp * max(1, rounds // pp)}",
+        SCHEDULES,
+        micro_batches=rounds,
+        stages=pp,
+        group=group,
+    )
 
 
 def _recompute(a: Args, layout: Layout) -> Iterator[Rule]:

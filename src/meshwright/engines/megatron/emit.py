@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.engines.base import Emission, Request
 from meshwright.engines.megatron.dimensions import model_words
 from meshwright.engines.megatron.parallel import STRATEGIES, stage_words
+from meshwright.engines.megatron.stages import group_for
 from meshwright.engines.start import Script, emission
 from meshwright.errors import InputError
 from meshwright.specs.hf.read import read_model
@@ -112,6 +113,10 @@ def work_words(work: Train, layout: Layout) -> list[str]:
     words += ["--attention-backend", "unfused" if work.attention == "unfused" else "auto"]
     if work.fused_cross_entropy:
         words += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native"]
+    each = layout.dp * layout.micro_batch
+    if layout.virtual > 1 and layout.pp > 1 and (work.global_batch // each) % layout.pp:
+        group = group_for(work.global_batch // each, layout.pp)
+        words += ["--microbatch-group-size-per-virtual-pipeline-stage", str(group or layout.pp)]
     return words
 
 

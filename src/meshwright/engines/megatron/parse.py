@@ -11,7 +11,7 @@ from meshwright.engines.flagtable import owners, split_words
 from meshwright.engines.flagwords import Words, shown
 from meshwright.engines.launcher import Launch, read_launch
 from meshwright.engines.megatron.arguments import Args
-from meshwright.engines.megatron.conditions import conditions, world
+from meshwright.engines.megatron.conditions import conditions, groups, world
 from meshwright.engines.megatron.model import model_from, vocabulary
 from meshwright.engines.megatron.parallel import layout_from
 from meshwright.engines.megatron.work import global_batch, train_options, work_of
@@ -141,8 +141,8 @@ def complete(invocation: Invocation, spec: ModelSpec, cluster: Cluster) -> Invoc
     model = layout.tp * layout.pp * layout.cp
     layout = layout.with_(dp=max(1, cluster.devices // model))
     a = Args({name.lstrip("-"): value for name, value in invocation.given})
-    rules = [*world(layout, cluster.devices), *invocation.findings]
     batch = global_batch(a, layout)
+    rules = [*world(layout, cluster.devices), *groups(a, layout, batch), *invocation.findings]
     return replace(
         invocation,
         layout=layout,

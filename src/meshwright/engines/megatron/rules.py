@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.engines.megatron.stages import split_layers
+from meshwright.engines.megatron.stages import SCHEDULES, group_for, split_layers
 from meshwright.specs import checks
 from meshwright.specs.checks import broken, divisors, named
 from meshwright.specs.cluster import Cluster
@@ -30,7 +30,6 @@ _WHERE = {
     "ep_without_experts": f"{_ARGUMENTS}:1601",
     "ep_exceeds_experts": f"{_ARGUMENTS}:1602",
     "batch_not_whole": "megatron/core/num_microbatches_calculator.py:381",
-    "interleaved_micro_batches": "megatron/core/pipeline_parallel/schedules.py:1145",
     "sequence_over_cp": f"{_ARGUMENTS}:1296",
     "sequence_over_sp": "megatron/core/tensor_parallel/mappings.py:73",
     "fsdp_replicas": "megatron/core/parallel_state.py",
@@ -56,7 +55,8 @@ def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Wo
         *_expert_group_inside_node(layout, cluster),
     ]
     if isinstance(workload, Train):
-        found += checks.batches(layout, workload)
+        found += [rule for rule in checks.batches(layout, workload) if rule.code != "interleaved_micro_batches"]
+        found += _micro_batches(layout, workload)
         found += checks.context_divides(layout, workload)
     placed = (rule if rule.where else replace(rule, where=_WHERE.get(rule.code, "")) for rule in found)
     return sorted(placed, key=lambda rule: rule.severity != "illegal")
@@ -218,6 +218,36 @@ def _chunks(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
         layers=layers,
         stages=pp,
     )
+
+
+def _micro_batches(layout: Layout, work: Train) -> Iterator[Rule]:
+    """The interleaved schedule goes through micro-batches in groups, as many as there are stages unless it is told."""
+    each, pp = layout.dp * layout.micro_batch, layout.pp
+    if layout.virtual == 1 or pp == 1 or work.global_batch % each:
+        return
+    rounds = work.global_batch // each
+    group = group_for(rounds, pp)
+    if group is None:
+        yield broken(
+            "interleaved_micro_batches",
+            "illegal",
+            f"the interleaved schedule needs as many micro-batches as stages, {pp}; there are {rounds}",
+            f"raise the global batch to {each * pp}",
+            SCHEDULES,
+            micro_batches=rounds,
+            stages=pp,
+        )
+    elif rounds % pp:
+        yield broken(
+            "interleaved_groups",
+            "unwise",
+            f"{rounds} micro-batches are not a multiple of {pp} stages; the interleaved schedule refuses them by default",
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group}, or a global batch of "
+            f"{each * pp * (rounds // pp)}",
+            SCHEDULES,
+            micro_batches=rounds,
+            stages=pp,
+        )
 
 
 def _experts(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
