@@ -1,0 +1,137 @@
+"""``meshwright check`` on the command line, and the files that ``plan serve --emit`` writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["meshwright", *args])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
+
+
+def test_a_refused_command_exits_1_with_the_way_out(run: Run) -> None:
+    code, out, _ = run(
+        *("check", "--on", "1x4xRTX-3090", "--", "vllm", "serve", "meta-llama/Llama-2-13b-hf"),
+        *("--tensor-parallel-size", "3"),
+    )
+    assert code == 1
+    lines = out.splitlines()
+    assert lines[0].startswith("will not start: 40 attention heads are not divisible by tensor parallel size 3")
+    assert "Mended" in out
+
+
+def test_an_unwise_command_exits_0_and_says_so(run: Run) -> None:
+    code, out, _ = run(
+        *("check", "--on", "2x8xH100-SXM", "--", "vllm", "serve", "meta-llama/Llama-3.1-70B", "-tp", "16"),
+        *("--distributed-executor-backend", "ray", "--max-model-len", "8192"),
+    )
+    assert code == 0
+    assert "unwise: tensor parallel 16 crosses nodes" in out
+
+
+def test_json_has_the_keys_of_plan_and_what_was_understood(run: Run) -> None:
+    code, out, _ = run(
+        *("check", "--json", "--on", "8xH100-SXM", "--", "vllm serve Qwen/Qwen3-8B -tp=2 --max-model-len 4k"),
+    )
+    data = json.loads(out)
+    assert code == 0
+    assert data.keys() >= {"verdict", "layout", "fits", "legal", "memory", "understood", "starts", "mended"}
+    assert data["understood"]["layout"]["tp"] == 2
+    assert data["workload"]["max_model_len"] in {4000, 4096}
+
+
+def test_a_deepspeed_file_is_judged(run: Run, tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    code, out, _ = run("check", str(path), "--model", "llama-3.1-8b", "--on", "1x8xA100-40G")
+    assert code in {0, 1}
+    assert out.startswith(("will start", "will run out of memory", "will not start"))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("check",), "nothing to check"),
+        (("check", "--on", "8xH100-SXM", "--", "make", "coffee"), "no engine"),
+        (("check", "--on", "8xH100-SXM", "--", "vllm serve 'open"), "cannot be split"),
+        (("check", "--on", "8xH100-SXM", "--", "vllm", "serve", "no/such-model-anywhere", "-tp", "2"), "no/such-model"),
+        (("check", "--on", "8xH100-SXM", "--", "vllm", "serve", "Qwen/Qwen3-8B", "-tp", "two"), "two"),
+        (("check", "--on", "8xH100-SXM", "--engine", "warp", "--", "vllm", "serve", "x"), "warp"),
+        (("check", "--on", "8xH100-SXM", "/etc/hostname"), "hostname"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    run: Run, args: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, out, err = run(*args)
+    assert code == 2, (out, err)
+    assert said in err
+    assert 1 <= len(err.strip().splitlines()) <= 2
+
+
+def test_nothing_pasted_is_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    marker = tmp_path / "ran"
+    command = f"vllm serve Qwen/Qwen3-8B --served-model-name $(touch {marker}) ; touch {marker} `touch {marker}`"
+    run("check", "--on", "8xH100-SXM", "--", command)
+    run("check", "--on", "8xH100-SXM", "--", "vllm", "serve", f"$(touch {marker})")
+    assert not marker.exists()
+    assert os.listdir(tmp_path) == []
+
+
+def test_emit_writes_scripts_of_both_pools(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    code, out, _ = run(
+        *("plan", "serve", "deepseek-v3", "--on", "4x8xH200-SXM@ib-400g", "--prefill", "tp=8"),
+        *("--decode", "dp=16,ep=16", "--engine", "sglang", "--emit", str(folder)),
+    )
+    assert code == 0
+    names = sorted(p.name for p in folder.iterdir())
+    assert any("prefill" in n for n in names)
+    assert sum("decode" in n for n in names) == 2
+    assert all(str(folder / n) in out for n in names)
+    text = "".join(p.read_text() for p in folder.iterdir())
+    assert "--disaggregation-mode prefill" in text
+    assert "--disaggregation-mode decode" in text
+
+
+def test_emit_refuses_what_does_not_fit_and_writes_nothing(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    code, _, err = run(
+        "plan", "serve", "llama-3.1-405b", "--on", "8xRTX-3090", "--layout", "tp=8", "--emit", str(folder)
+    )
+    assert code == 2
+    assert "nothing is written" in err
+    assert not folder.exists()
+
+
+def test_a_training_plan_of_megatron_comes_with_its_command(run: Run) -> None:
+    code, out, _ = run(
+        *("plan", "train", "llama-3.1-70b", "--on", "8x8xH100-SXM@ib-400g", "--engine", "megatron", "--seq", "8192"),
+        *("--global-batch", "512", "--layout", "tp=8,pp=4,dp=2,zero=1,sp=on"),
+    )
+    assert code == 0
+    assert "--tensor-model-parallel-size 8" in out
