@@ -241,7 +241,7 @@ def _micro_batches(layout: Layout, work: Train) -> Iterator[Rule]:
         yield broken(
             "interleaved_groups",
             "unwise",
-            f"{rounds} micro-batches are not a multiple of {pp} stages; the interleaved schedule refuses them by default",
+            f"{rounds} micro-batches are not a multiple of {pp} stages; refused unless their groups are set",
             f"--microbatch-group-size-per-virtual-pipeline-stage {group}, or a global batch of "
             f"{each * pp * (rounds // pp)}",
             SCHEDULES,

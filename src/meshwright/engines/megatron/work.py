@@ -34,7 +34,7 @@ def optimizer_of(a: Args) -> Literal["adamw", "sgd", "muon"]:
 def _offload(a: Args) -> Literal["none", "optimizer", "activations"]:
     if a.flag("optimizer-cpu-offload"):
         return "optimizer"
-    return "activations" if a.size("cpu-offloading-num-layers") or a.words("offload-modules") else "none"
+    return "activations" if a.size("cpu-offloading-num-layers") else "none"
 
 
 def local(a: Args) -> bool:
