@@ -13,7 +13,7 @@ from meshwright.engines.megatron.arguments import Args
 from meshwright.specs.layout import Layout
 from meshwright.specs.workload import Recompute, Train
 
-_BACKENDS = {"flash": "flash", "fused": "cudnn", "unfused": "unfused", "local": "local"}
+_BACKENDS = {"flash": "flash", "fused": "cudnn", "unfused": "unfused", "local": "unfused"}
 _DTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp8": "f8_e4m3"}
 
 
@@ -107,7 +107,8 @@ def train_options(a: Args) -> dict[str, object]:
         "fp8": fp8,
         "fp8_weight_copies": fp8 and not a.flag("fp8-param-gather"),
     }
-    if (kernel := _BACKENDS.get(a.text("attention-backend"))) is not None:
+    kernel = _BACKENDS.get(a.text("attention-backend")) or ("unfused" if local(a) else None)
+    if kernel is not None:
         out["attention"] = kernel
     if a.flag("no-masked-softmax-fusion") and local(a):
         out["score_bytes"] = 7
