@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from meshwright import engines
-from meshwright.runtime.checkpoint import read_folder, write_random
+from meshwright.runtime.checkpoint import write_random
+from meshwright.runtime.folder import read_folder
 from meshwright.runtime.job import GenerateJob
 from meshwright.specs.layout import parse_layout
 from meshwright.specs.placement import Placement, place
@@ -83,9 +84,10 @@ def job(
 ) -> GenerateJob:
     """A generation that keeps its logits, in blocks of 4."""
     dtype = options.pop("dtype", "f32")
+    model = read_folder(folder)
     return GenerateJob(
-        str(folder),
-        placement(folder, layout),
+        model,
+        place(model.spec, parse_layout(layout), engines.profile("meshwright")),
         tuple(map(tuple, prompts)),
         new,
         {"keep_logits": True, "block_size": 4, **options},

@@ -19,6 +19,7 @@ run_app = typer.Typer(help="Run a model under a layout. Needs torch.", no_args_i
 #: Most new tokens and most ids of one prompt that the command line takes.
 MAX_TOKENS = 1 << 20
 MAX_PROMPTS = 1024
+MAX_TOKENIZER_BYTES = 64 << 20
 
 _MODEL = typer.Argument(help="Folder with config.json and safetensors weights.")
 _PROMPT = typer.Option([], "--prompt", help="Text; needs tokenizer.json. May be given several times.")
@@ -53,7 +54,7 @@ def generate(
     one_of(device, "--device", ("cpu", "cuda"))
     limit_s = seconds(timeout, "--timeout")
     _need_torch()
-    from meshwright.runtime.sampling import Sampling
+    from meshwright.runtime.job import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     tokenizer = _tokenizer(model) if prompt or not as_json else None
@@ -86,9 +87,8 @@ def _job(
 ) -> GenerateJob:
     """Look at the checkpoint and refuse what cannot run, before any process starts."""
     from meshwright import engines
-    from meshwright.runtime.checkpoint import read_folder
-    from meshwright.runtime.generate import check_request
-    from meshwright.runtime.job import GenerateJob
+    from meshwright.runtime.folder import read_folder
+    from meshwright.runtime.job import GenerateJob, check_request
     from meshwright.runtime.models.settings import check_runnable
     from meshwright.specs.layout import parse_layout
     from meshwright.specs.placement import place
@@ -100,7 +100,7 @@ def _job(
     check_request(found.spec, prompts, max_new_tokens, options["micro_batches"], options["chunk"])
     options = {**options, "eos": found.settings.eos}
     return GenerateJob(
-        str(model), placement, tuple(map(tuple, prompts)), max_new_tokens, options, dtype or found.spec.dtype, device
+        found, placement, tuple(map(tuple, prompts)), max_new_tokens, options, dtype or found.spec.dtype, device
     )
 
 
@@ -125,6 +125,8 @@ def _tokenizer(model: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         return None
+    if file.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise InputError(f"{file}: {file.stat().st_size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises bare Exception for a malformed file

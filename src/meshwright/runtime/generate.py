@@ -19,17 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.errors import InputError
 from meshwright.runtime.collectives import recv, send
+from meshwright.runtime.job import DEFAULT_BLOCK_SIZE, Sampling, check_request
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.models.decoder import Decoder
-from meshwright.runtime.sampling import Sampler, Sampling
+from meshwright.runtime.sampling import Sampler
 from meshwright.runtime.scope import scope
 from meshwright.runtime.serve.cache import Batch, PagedCache, blocks_for
-from meshwright.specs.model import ModelSpec
 from meshwright.specs.shares import part
-
-DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(slots=True)
@@ -251,33 +248,3 @@ def _take_in(m: _MicroBatch, tokens: list[int], cache: PagedCache, max_new_token
             m.alive.remove(s)
             cache.tables.release(s)
     m.due = []
-
-
-def check_request(
-    spec: ModelSpec,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    micro_batches: int | None = None,
-    chunk: int | None = None,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-) -> None:
-    """Refuse what ``generate`` cannot do with a model.
-
-    Raises:
-        InputError: an empty prompt, an id outside the vocabulary, more positions than the model has, a bad size.
-    """
-    sizes = {"max_new_tokens": max_new_tokens, "chunk": chunk, "micro_batches": micro_batches, "block_size": block_size}
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; at least 1 is needed")
-    for number, prompt in enumerate(prompts):
-        if not prompt:
-            raise InputError(f"prompt {number} is empty; at least one token is needed")
-        bad = next((t for t in prompt if not 0 <= t < spec.vocab), None)
-        if bad is not None:
-            raise InputError(f"prompt {number}: token id {bad} is outside the vocabulary of {spec.vocab}")
-        if spec.max_positions and len(prompt) + max_new_tokens > spec.max_positions:
-            raise InputError(
-                f"prompt {number}: {len(prompt)} tokens and {max_new_tokens} new ones exceed the {spec.max_positions} "
-                f"positions of {spec.name}; ask for fewer"
-            )

@@ -2,41 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from meshwright.errors import InputError
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: only the k likeliest; 0: all.
-        top_p: only the likeliest that together reach this probability.
-        seed: of the random numbers; every prompt has its own stream.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if (
-            not 0 <= self.temperature <= 100
-            or self.top_k < 0
-            or not 0 < self.top_p <= 1
-            or not 0 <= self.seed < 1 << 32
-        ):
-            raise InputError(
-                f"sampling: temperature {self.temperature:g}, top_k {self.top_k}, top_p {self.top_p:g}, "
-                f"seed {self.seed}; needed: temperature 0 to 100, top_k from 0, top_p in (0, 1], seed of 32 bits"
-            )
+from meshwright.runtime.job import Sampling
 
 
 class Sampler:

@@ -8,6 +8,7 @@ and its number is passed on, so that two launches never race for one.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -122,8 +123,7 @@ def _read(rank: _Rank, ranks: list[_Rank]) -> None:
     except (EOFError, OSError):
         rank.process.join(END_S)
         code = rank.process.exitcode
-        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"left with exit code {code}"
-        rank.error = (None, f"{how} before it had a result", "", False)
+        rank.error = (None, _ending(code), "", False)
         return
     if kind == "port":
         for other in ranks:
@@ -133,6 +133,14 @@ def _read(rank: _Rank, ranks: list[_Rank]) -> None:
         rank.result, rank.done = values[0], True
     else:
         rank.error = values[0], values[1], values[2], values[3]
+
+
+def _ending(code: int | None) -> str:
+    """How a process left that had nothing to report."""
+    if code is not None and code < 0:
+        hint = ", as the kernel does when memory runs out" if -code == signal.SIGKILL else ""
+        return f"was ended by signal {-code} ({signal.strsignal(-code)}){hint}"
+    return f"left with exit code {code} before it had a result"
 
 
 def _tell(rank: _Rank, port: int) -> None:

@@ -74,7 +74,7 @@ def _meet(rank: int, world: int, host: str, port: int, backend: str, timeout_s: 
         pipe.send(("port", store.port))
     else:
         store = TCPStore(host, pipe.recv(), world, False, timeout)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 

@@ -81,7 +81,7 @@ class Decoder:
         self.first, self.last, self.layers = stage.index == 0, stage.head, stage.layers
         shards = [s for s in placement.shards(at) if s.family.section == "decoder"]
         self.blocks = {i: _block(i, placement, shards, weights) for i in stage.layers}
-        self.nbytes = sum(w.numel() * w.element_size() for w in weights.values())
+        self.weights_bytes = sum(w.numel() * w.element_size() for w in weights.values())
         table = _ending(shards, "embedding")
         self.table = weights[table.family.template] if table else None
         self.rows = table.intervals[0][0] if table else (0, 0)
