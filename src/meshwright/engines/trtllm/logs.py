@@ -2,7 +2,8 @@
 
 Forms: ``_torch/pyexecutor/_util.py`` ("Peak memory during memory usage profiling (torch + non-torch): X GiB, ...
 fraction is set F, kv size is N"), "Memory used after loading model weights (inside torch)", "Memory dynamically
-allocated during inference", and the C++ runtime's ``[MemUsageChange] Allocated X GiB for max tokens in paged KV cache (N)``.
+allocated during inference", and of the C++ runtime ``[MemUsageChange] Allocated X GiB for max tokens in paged KV
+cache (N)``.
 """
 
 from __future__ import annotations
