@@ -144,6 +144,6 @@ def option_words(request: Request, spec: ModelSpec) -> list[str]:
 
 
 def _data(spec: ModelSpec) -> list[str]:
-    """Made-up data, so that the line runs as it stands; the null tokenizer adds one row (see ``model.vocabulary``)."""
-    words = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(max(1, spec.vocab - 1)), "--mock-data"]
+    """Made-up data, so that the line runs as it stands."""
+    words = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(spec.vocab), "--mock-data"]
     return [*words, "--train-iters", "20", "--lr", "1e-4", "--log-interval", "1"]

@@ -27,14 +27,14 @@ NEEDED = ("hidden-size", "num-attention-heads")
 def vocabulary(a: Args) -> tuple[int, str]:
     """Rows of the embedding before padding, and where they are from (empty: stated).
 
-    ``NullTokenizer`` adds its end-of-document token to ``--vocab-size``
-    (``megatron/core/tokenizers/text/libraries/null_tokenizer.py``).
+    ``NullTokenizer`` of 0.19 has ``--vocab-size`` rows, its end-of-document token included (earlier versions had one
+    more; ``megatron/core/tokenizers/text/libraries/null_tokenizer.py``).
     """
     kind = a.text("tokenizer-type")
     if a.has("padded-vocab-size"):
         return a.count("padded-vocab-size"), ""
     if a.has("vocab-size"):
-        return a.count("vocab-size") + (1 if kind == "NullTokenizer" else 0), ""
+        return a.count("vocab-size"), ""
     extra = a.size("vocab-extra-ids")
     if kind in TOKENIZERS:
         return TOKENIZERS[kind] + extra, f"vocabulary of {TOKENIZERS[kind]:,} rows from --tokenizer-type {kind}"
