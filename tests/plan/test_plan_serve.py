@@ -278,3 +278,19 @@ def test_requests_longer_than_the_positions_are_warned_of() -> None:
         "positions": spec.max_positions,
     }
     assert "context_beyond_positions" not in {r.code for r in plan(spec, "1xH100", isl=100, osl=1).rules}
+
+
+def test_one_request_gains_nothing_from_pipeline_stages() -> None:
+    """The stages before and behind the one at work stand idle, in the prefill too."""
+    alone = plan(SMALL, "4xH100", layout="tp=1", isl=2000, osl=1, concurrency=1)
+    staged = plan(SMALL, "4xH100", layout="pp=4", isl=2000, osl=1, concurrency=1)
+    assert alone.chosen is not None
+    assert staged.chosen is not None
+    assert staged.chosen.cost.tokens_per_s <= alone.chosen.cost.tokens_per_s
+
+
+def test_the_best_partial_layout_is_not_listed_as_rejected() -> None:
+    found = plan(SMALL, "1xRTX-4090", isl=100_000, osl=1000, concurrency=512)
+    assert not found.fits
+    assert found.layout is not None
+    assert found.layout not in [r.layout for r in found.rejected]

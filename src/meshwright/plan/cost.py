@@ -228,7 +228,9 @@ def serve_cost(
     prefill = stage_tallies(placement, cluster, serve_batch(workload, "prefill", layout), settings, 1, ranks)
     slowest = max(t.seconds for t in decode)
     step_s = layout.pp * slowest
+    prefill_s = sum(t.seconds for t in prefill)
     busy_s = max(t.seconds for t in prefill) + workload.osl * step_s / requests
+    busy_s = max(busy_s, (prefill_s + workload.osl * step_s) / requests)  # fewer requests than stages leave some idle
     worst = max(decode, key=lambda t: t.seconds)
     step = Tally().plus(worst, layout.pp)
     return Cost(
@@ -237,7 +239,7 @@ def serve_cost(
         wire_bytes=step.wire_bytes,
         messages=step.messages,
         step_s=step_s,
-        prefill_s=sum(t.seconds for t in prefill),
+        prefill_s=prefill_s,
         tokens_per_s=layout.dp * workload.osl / busy_s,
         wire_share=worst.wire_s / worst.seconds if worst.seconds else 0.0,
         requests=requests,

@@ -249,7 +249,7 @@ def _short(ctx: ServeContext, candidates: list[Candidate], rejected: list[Reject
         rules=best.rules if best else (),
         reasons=explain_serve(ctx, best, serve_facts(ctx, [])) if best else (),
         alternatives=(),
-        rejected=tuple(thin(rejected, MAX_REJECTED)),
+        rejected=tuple(thin((r for r in rejected if best is None or r.layout != best.layout), MAX_REJECTED)),
         settings=ctx.settings,
     )
 
