@@ -9,6 +9,7 @@ import typer
 
 from meshwright.cli.check import check
 from meshwright.cli.plan import plan_app
+from meshwright.cli.prove import prove
 from meshwright.cli.run import run_app
 from meshwright.errors import MeshwrightError
 from meshwright.version import VERSION
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.add_typer(plan_app, name="plan")
 app.add_typer(run_app, name="run")
 app.command("check")(check)
+app.command("prove")(prove)
 
 
 def _version(show: bool) -> None:

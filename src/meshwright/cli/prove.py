@@ -1,0 +1,96 @@
+"""``meshwright prove``: does a layout compute what one process computes, and send what was predicted?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from meshwright.cli.parse import in_range, seconds
+
+if TYPE_CHECKING:
+    from meshwright.prove.proof import Proof
+
+MAX_TOKENS = 1 << 16
+
+_MODEL = typer.Argument(help="Folder with config.json and safetensors weights.")
+_PROMPT_IDS = typer.Option([], "--prompt-ids", help="Token ids: 1,15,7. May be given several times, in one length.")
+_OUT = typer.Option(None, "--out", help="Folder for both ledgers, as JSON lines.")
+
+
+def prove(
+    model: Path = _MODEL,
+    layout: str = typer.Option(..., "--layout", help="Degrees: tp=2,pp=2; uneven stages: pp=2,stage_layers=20+10."),
+    prompt_ids: list[str] = _PROMPT_IDS,
+    tokens: int = typer.Option(12, "--tokens", help="Length of the random prompts, where none are given."),
+    seed: int = typer.Option(0, "--seed", help="Of the random prompts."),
+    new_tokens: int = typer.Option(4, "--new-tokens", help="Greedy tokens for every prompt."),
+    micro_batches: int | None = typer.Option(None, "--micro-batches", help="Groups in flight; default: the stages."),
+    mutate: str | None = typer.Option(
+        None, "--mutate", help="Plant a mistake; the proof must fail. 'list' shows them."
+    ),
+    out: Path | None = _OUT,
+    timeout: str = typer.Option("300s", "--timeout", help="Bound on each run."),
+    as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
+) -> None:
+    """Run a checkpoint under a layout; compare it with one process and with its prediction. Exit 1: not proven."""
+    from meshwright.cli.run import _ids, _need_torch
+
+    if mutate == "list":
+        _list()
+        return
+    in_range(tokens, "--tokens", 1, MAX_TOKENS)
+    in_range(new_tokens, "--new-tokens", 1, MAX_TOKENS)
+    limit_s = seconds(timeout, "--timeout")
+    _need_torch()
+    from meshwright.prove import proof as proofs
+
+    prompts = [_ids(text) for text in prompt_ids] or None
+    proof = proofs.prove(
+        model,
+        layout,
+        prompts=prompts,
+        tokens=tokens,
+        seed=seed,
+        new_tokens=new_tokens,
+        micro_batches=micro_batches,
+        mutate=mutate,
+        timeout_s=limit_s,
+        say=lambda text: typer.echo(f"... {text}", err=True),
+    )
+    if out is not None:
+        proofs.write_ledgers(proof, out)
+    if as_json:
+        typer.echo(json.dumps(proofs.as_json(proof), indent=2))
+    else:
+        _show(proof)
+    raise typer.Exit(0 if proof.proven else 1)
+
+
+def _list() -> None:
+    from meshwright.runtime.mutate import MUTATIONS
+
+    for name, mutation in MUTATIONS.items():
+        typer.echo(f"{name:28}{mutation.says}")
+
+
+def _show(proof: Proof) -> None:
+    """Verdict, first difference, table."""
+    from rich.markup import escape
+
+    from meshwright.report.terminal import console, table
+
+    out = console()
+    out.print(escape(proof.verdict), style="bold green" if proof.proven else "bold red", soft_wrap=True)
+    if proof.mutation:
+        out.print(f"planted: {escape(proof.mutation)}")
+    if proof.first:
+        out.print(f"first difference: {escape(proof.first)}", soft_wrap=True)
+    rows = table("what", "compared", "differs", "worst")
+    for c in proof.checks:
+        rows.add_row(c.what, c.compared, "nothing" if c.ok else f"{c.differs:,}", c.worst)
+    out.print(rows)
+    took = ", ".join(f"{part} {value:.1f} s" for part, value in proof.seconds.items())
+    out.print(escape(f"took: {took}"))

@@ -1,0 +1,353 @@
+"""A proof: legality, a prediction made without torch, one process, the layout with every rank recorded, the verdict.
+
+::
+
+    rules ──> prediction (a process without torch) ──┐
+              one process (reference logits) ────────┼──> verdict
+              the layout, every rank recorded ───────┘
+
+What is proven is said by ``Proof.scope``: this model, this layout, these prompts, on this machine, in fp32. Both sides
+share ``specs`` and ``moves``: that the reference itself is right is checked against transformers by the tests.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright import engines
+from meshwright.errors import IllegalLayoutError, InputError
+from meshwright.ledger import store
+from meshwright.ledger.compare import Comparison, compare, compare_holdings, merged
+from meshwright.ledger.schema import Ledger
+from meshwright.prove.predict import ENGINE, Request, predict_apart
+from meshwright.runtime.folder import read_folder
+from meshwright.runtime.launch.local import MAX_LOCAL_RANKS, RankError, run_local
+from meshwright.runtime.models.settings import check_runnable
+from meshwright.runtime.mutate import mutation
+from meshwright.runtime.proof import ProofJob, RankProof, run_proof
+from meshwright.specs.layout import Layout, parse_layout
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.placement import Placement, place
+
+#: Largest distance of a logit from that of one process, fp32.
+TOLERANCE = 1e-4
+TOKENS = 12
+NEW_TOKENS = 4
+MAX_PROMPTS = 256
+#: What a rank holds that is compared to the byte.
+TERMS = ("weights", "kv_cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was compared.
+
+    Attributes:
+        what: name of it. compared: how many, in words. differs: how many are not equal.
+        worst: the largest difference, in words.
+        first: the first difference named, None without one.
+    """
+
+    what: str
+    compared: str
+    differs: int
+    worst: str
+    first: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Nothing differs."""
+        return self.differs == 0
+
+
+@dataclass(slots=True)
+class Proof:
+    """The verdict on one layout.
+
+    Attributes:
+        model, layout, world: what was run. mutation: the planted mistake, if any.
+        scope: over what the verdict holds, in a line.
+        checks: what was compared.
+        seconds: how long each part took.
+        comparison: of the ledgers, with all differences.
+        predicted, recorded: the ledgers; None where a rank did not come to its end.
+    """
+
+    model: str
+    layout: Layout
+    world: int
+    scope: str
+    mutation: str | None = None
+    checks: list[Check] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    comparison: Comparison | None = None
+    predicted: Ledger | None = None
+    recorded: Ledger | None = None
+
+    @property
+    def proven(self) -> bool:
+        """Everything that was compared is equal."""
+        return bool(self.checks) and all(check.ok for check in self.checks)
+
+    @property
+    def first(self) -> str | None:
+        """The first difference: of the ledgers where these differ, because it names a place in the program."""
+        rank = {"collectives, hand-offs": 0, "matrix products": 1, "run": 0}
+        failed = sorted((c for c in self.checks if not c.ok), key=lambda c: rank.get(c.what, 2))
+        return failed[0].first if failed else None
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        said = "proven" if self.proven else "NOT proven"
+        return f"{said}: {self.model} under {self.layout} on {self.world} rank{'s' * (self.world > 1)}, {self.scope}"
+
+
+Say = Callable[[str], None]
+
+
+def prove(
+    model: str | Path,
+    layout: str | Layout,
+    *,
+    prompts: Sequence[Sequence[int]] | None = None,
+    tokens: int = TOKENS,
+    new_tokens: int = NEW_TOKENS,
+    seed: int = 0,
+    micro_batches: int | None = None,
+    block_size: int = 16,
+    mutate: str | None = None,
+    timeout_s: float = 600.0,
+    say: Say = lambda _: None,
+) -> Proof:
+    """Run a checkpoint under a layout and hold it against one process and against its prediction.
+
+    Args:
+        model: folder with config.json and safetensors weights.
+        layout: degrees.
+        prompts: token ids, all of one length, a multiple of dp in number; None: random ids, as many prompts as there
+            are stages on every replica.
+        tokens, seed: length and seed of the random prompts.
+        new_tokens: greedy tokens for every prompt; the first comes from the prefill, the others from decode steps.
+        micro_batches: groups of prompts in flight; None: as many as stages.
+        block_size: tokens of a cache block.
+        mutate: name of a planted mistake (``runtime.mutate``), with which the proof must fail.
+        timeout_s: bound on each of the runs.
+        say: is told what is being done.
+
+    Raises:
+        IllegalLayoutError: the own engine refuses the layout; nothing was started.
+        InputError: a model, prompt or mutation that cannot be run.
+    """
+    folder = str(model)
+    wanted = parse_layout(layout) if isinstance(layout, str) else layout
+    spec = read_folder(folder).spec
+    placement = legal(spec, wanted)
+    ids = _prompts(spec, wanted, prompts, tokens, seed)
+    tokens = len(ids[0])
+    _check_length(spec, tokens, new_tokens)
+    mistake = mutation(mutate, placement, new_tokens) if mutate else None
+    scope = f"{len(ids)} prompts of {tokens} tokens and {new_tokens} new ones, f32, gloo on this machine"
+    proof = Proof(spec.name, wanted, wanted.world, scope, mutate)
+    request = Request(folder, str(wanted), len(ids), tokens, new_tokens, "f32", block_size, micro_batches)
+    with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as scratch:
+        say("predicting, in a process that cannot import torch")
+        with _timed(proof, "prediction"):
+            proof.predicted = predict_apart(request, Path(scratch) / "predicted.jsonl", timeout_s)
+        job = ProofJob(
+            folder, placement, ids, new_tokens, f"{scratch}/logits", "f32", block_size, micro_batches, mutation=mutate
+        )
+        alone = replace(job, placement=place(spec, Layout(), placement.profile), reference=True, mutation=None)
+        say("one process")
+        with _timed(proof, "one process"):
+            reference = run_local(run_proof, 1, (alone,), timeout_s)[0]
+        say(f"{wanted.world} ranks, recorded" + (f", with a mistake: {mistake.says}" if mistake else ""))
+        try:
+            with _timed(proof, "the layout"):
+                ranks: list[RankProof] = run_local(run_proof, wanted.world, (job,), timeout_s)
+        except RankError as error:
+            proof.checks.append(Check("run", f"{wanted.world} ranks", 1, "no result", str(error)))
+            return proof
+    say("comparing")
+    with _timed(proof, "comparison"):
+        _judge(proof, reference, ranks)
+    return proof
+
+
+def legal(spec: ModelSpec, layout: Layout) -> Placement:
+    """The placement, when the rules of the own engine and what the runtime computes allow it.
+
+    Raises:
+        IllegalLayoutError: both numbers and the way out. InputError: a model that the runtime does not compute.
+    """
+    placement = place(spec, layout, engines.profile(ENGINE))
+    check_runnable(spec, layout)
+    if layout.world > MAX_LOCAL_RANKS:
+        raise IllegalLayoutError(
+            f"layout {layout} has {layout.world} ranks; a proof starts at most {MAX_LOCAL_RANKS} processes on this "
+            "machine; choose smaller degrees"
+        )
+    return placement
+
+
+def _prompts(
+    spec: ModelSpec, layout: Layout, given: Sequence[Sequence[int]] | None, tokens: int, seed: int
+) -> tuple[tuple[int, ...], ...]:
+    """The prompts of all replicas."""
+    if given is None:
+        if tokens < 1:
+            raise InputError(f"--tokens {tokens}; at least 1 is needed")
+        chance = random.Random(seed)
+        count = layout.dp * layout.pp
+        return tuple(tuple(chance.randrange(spec.vocab) for _ in range(tokens)) for _ in range(count))
+    if not given or len(given) > MAX_PROMPTS or not given[0]:
+        raise InputError(f"{len(given)} prompts; 1 to {MAX_PROMPTS} are needed, none empty")
+    lengths = sorted({len(prompt) for prompt in given})
+    if len(lengths) > 1:
+        raise InputError(f"prompts of {lengths[0]} and {lengths[-1]} tokens; those of one proof are of one length")
+    if len(given) % layout.dp:
+        raise InputError(
+            f"{len(given)} prompts for dp {layout.dp}; every replica needs as many: give a multiple of {layout.dp}"
+        )
+    return tuple(map(tuple, given))
+
+
+def _check_length(spec: ModelSpec, tokens: int, new_tokens: int) -> None:
+    if new_tokens < 1:
+        raise InputError(f"{new_tokens} new tokens; at least 1 is needed")
+    if spec.max_positions and tokens + new_tokens > spec.max_positions:
+        raise InputError(
+            f"{tokens} tokens and {new_tokens} new ones exceed the {spec.max_positions} positions of {spec.name}; "
+            "ask for fewer"
+        )
+
+
+class _timed:
+    """Notes how long a part took."""
+
+    def __init__(self, proof: Proof, part: str) -> None:
+        self.proof, self.part = proof, part
+
+    def __enter__(self) -> None:
+        self.began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.proof.seconds[self.part] = round(time.perf_counter() - self.began, 3)
+
+
+def _judge(proof: Proof, reference: RankProof, ranks: Sequence[RankProof]) -> None:
+    """Fill in the checks."""
+    assert proof.predicted is not None
+    proof.recorded = merged(rank.ledger for rank in ranks if rank.ledger is not None)
+    proof.checks.append(_logits(ranks))
+    proof.checks.append(_tokens(reference, ranks))
+    proof.comparison = compare(proof.predicted, proof.recorded)
+    proof.checks += _ledgers(proof.comparison)
+    for term in TERMS:
+        proof.checks.append(_bytes(proof.predicted, proof.recorded, term))
+
+
+def _logits(ranks: Sequence[RankProof]) -> Check:
+    """Logits of every sampled token against one process."""
+    found = [rank.farthest for rank in ranks if rank.farthest is not None]
+    rows = sum(f.rows for f in found)
+    worst = max(found, key=lambda f: f.distance, default=None)
+    if worst is None:
+        return Check("logits", "0 rows", 1, "none", "no rank sampled anything")
+    far = sum(f.distance > TOLERANCE for f in found)
+    text = f"{worst.distance:.2g} apart (at most {TOLERANCE:g})"
+    first = f"logits of prompt {worst.prompt}, new token {worst.token}: {text}"
+    return Check("logits", f"{rows} rows", far, text, first if far else None)
+
+
+def _tokens(reference: RankProof, ranks: Sequence[RankProof]) -> Check:
+    """Greedy tokens of every rank against one process."""
+    total, differs = 0, 0
+    first: str | None = None
+    seen: set[int] = set()
+    for rank in ranks:
+        for prompt, tokens in sorted(rank.tokens.items()):
+            seen.add(prompt)
+            other = reference.tokens[prompt]
+            wrong = [i for i, pair in enumerate(zip(tokens, other, strict=False)) if pair[0] != pair[1]]
+            bad = len(wrong) + abs(len(tokens) - len(other))
+            total += len(other)
+            if bad and first is None:
+                at = wrong[0] if wrong else min(len(tokens), len(other))
+                first = f"rank {rank.rank}, prompt {prompt}: new token {at} is {tokens[at : at + 1]}, not {other[at]}"
+            differs += bad
+    missing = reference.tokens.keys() - seen
+    if missing and first is None:
+        first = f"prompt {min(missing)} has no tokens"
+    return Check(
+        "greedy tokens", f"{total} on {len(ranks)} ranks", differs + len(missing), f"{differs} of {total}", first
+    )
+
+
+def _ledgers(comparison: Comparison) -> list[Check]:
+    """Entries and products as two rows."""
+    products = [d for d in comparison.differences if d.stream == "compute"]
+    entries = [d for d in comparison.differences if d.stream != "compute"]
+    total = comparison.total
+    rows = []
+    for what, count, found in (
+        ("collectives, hand-offs", comparison.entries, entries),
+        ("matrix products", comparison.products, products),
+    ):
+        differs = len(found) if total == len(comparison.differences) else (total if found else 0)
+        first = str(found[0]) if found else None
+        rows.append(Check(what, f"{count} on {comparison.ranks} ranks", differs, f"{differs} values", first))
+    return rows
+
+
+def _bytes(predicted: Ledger, recorded: Ledger, term: str) -> Check:
+    """Bytes resident against bytes predicted, rank by rank."""
+    result = compare_holdings(predicted, recorded, (term,))
+    held = sum(h.bytes for h in recorded.holdings if h.term == term)
+    far = max((abs(int(d.recorded) - int(d.predicted)) for d in result.differences if d.stream == term), default=0)
+    name = {"weights": "bytes of weights", "kv_cache": "bytes of KV cache"}[term]
+    first = str(result.first) if result.first else None
+    return Check(name, f"{held:,} on {result.ranks} ranks", result.total, f"{far:,} bytes", first)
+
+
+def write_ledgers(proof: Proof, folder: Path) -> None:
+    """Write both ledgers as JSON lines: ``predicted.jsonl`` and ``recorded.jsonl``.
+
+    Raises:
+        InputError: the folder cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made ({error.strerror})") from None
+    for name, ledger in (("predicted", proof.predicted), ("recorded", proof.recorded)):
+        if ledger is not None:
+            store.write(ledger, folder / f"{name}.jsonl")
+
+
+def as_json(proof: Proof) -> Mapping[str, Any]:
+    """Verdict, checks and the kept differences as plain values."""
+    return {
+        "proven": proof.proven,
+        "verdict": proof.verdict,
+        "model": proof.model,
+        "layout": str(proof.layout),
+        "world": proof.world,
+        "scope": proof.scope,
+        "mutation": proof.mutation,
+        "first": proof.first,
+        "checks": [
+            {"what": c.what, "compared": c.compared, "differs": c.differs, "worst": c.worst, "first": c.first}
+            for c in proof.checks
+        ],
+        "differences": [str(d) for d in proof.comparison.differences] if proof.comparison else [],
+        "ledger_scope": proof.comparison.scope if proof.comparison else None,
+        "predicted_without_torch": proof.predicted.meta.get("torch") if proof.predicted else None,
+        "seconds": proof.seconds,
+    }
