@@ -1,4 +1,4 @@
-"""Megatron-LM command-line arguments -> ModelSpec, Layout, Train and TrainEngine.
+"""Arguments of Megatron-LM's functional tests -> ModelSpec, Layout, Train and TrainEngine, with what no argument says.
 
 Defaults are Megatron-LM's (``megatron/training/arguments.py``): learned positions, GELU, biases, LayerNorm, tied
 embeddings, dropout 0.1, ffn 4h, Adam. The vocabulary is the tokenizer's where the arguments do not state it: GPT-2
@@ -12,13 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 
+from meshwright.engines.megatron.arguments import Args as Arguments
+from meshwright.engines.megatron.model import model_from, pattern_of
+from meshwright.engines.megatron.parallel import layout_from
+from meshwright.engines.megatron.work import train_options
+from meshwright.engines.megatron.work import work_of as megatron_work
 from meshwright.plan.train_engine import (
     TrainEngine,
     cublas_workspace_bytes,
     engine_preset,
     transformer_engine_workspace_bytes,
 )
-from meshwright.specs.build import Mamba, decoder
+from meshwright.specs.build import decoder
 from meshwright.specs.hf.table import Table, seg
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
@@ -52,38 +57,36 @@ class MegatronCase:
     encoder_seq: int = 0
 
 
-class Reader:
-    """Typed access to arguments that may be strings, numbers or flags."""
+#: Argument -> column of the table of golden values, which states it where the arguments do not.
+COLUMNS = {
+    "tensor-model-parallel-size": "tp", "pipeline-model-parallel-size": "pp", "context-parallel-size": "cp",
+    "expert-model-parallel-size": "ep", "expert-tensor-parallel-size": "etp", "sequence-parallel": "sp",
+    "use-distributed-optimizer": "distopt", "use-megatron-fsdp": "fsdp", "recompute-granularity": "recompute",
+    "micro-batch-size": "mbs", "global-batch-size": "gbs", "seq-length": "seq", "num-layers": "layers",
+    "hidden-size": "hidden", "ffn-hidden-size": "ffn", "num-attention-heads": "heads", "num-query-groups": "kv",
+    "vocab-size": "vocab", "num-experts": "experts", "moe-router-topk": "topk", "moe-ffn-hidden-size": "moe_ffn",
+    "bf16": "bf16",
+}  # fmt: skip
+
+
+class Reader(Arguments):
+    """Arguments of a test, completed by its row of the table."""
 
     def __init__(self, args: Args, row: Mapping[str, str]) -> None:
-        self.args = args
-        self.row = row
+        stated = {name: row[column] for name, column in COLUMNS.items() if row.get(column)}
+        if "num-query-groups" in stated:
+            stated["group-query-attention"] = "true"
+        given = {name: value for name, value in args.items() if value is not None}
+        if "fp16" not in given:  # without a precision the goldens are bf16 runs
+            stated["bf16"] = "true"
+        super().__init__({**stated, **given})
 
-    def integer(self, name: str, default: int | None = None, column: str = "") -> int | None:
-        """Whole number of an argument, of the table's column, or the default."""
-        value = self.args.get(name)
-        if value is None and column and self.row.get(column):
-            value = self.row[column]
-        return default if value is None else int(str(value))
-
-    def need(self, name: str, column: str = "") -> int:
-        """Whole number that must be there."""
-        value = self.integer(name, None, column)
-        if value is None:
-            raise UndecidableError(f"--{name} is not known")
-        return value
-
-    def flag(self, name: str, column: str = "") -> bool:
-        """Whether a flag is set."""
-        return str(self.args.get(name, self.row.get(column, ""))).lower() in {"true", "1"}
-
-    def text(self, name: str, default: str = "") -> str:
-        """Text of an argument."""
-        return str(self.args.get(name, default))
-
-    def number(self, name: str, default: float) -> float:
-        """Floating point number of an argument."""
-        return float(str(self.args.get(name, default)))
+    def need(self, *names: str) -> int:
+        """Whole number of the last of some arguments that must be there."""
+        for name in names:
+            if not self.has(name):
+                raise UndecidableError(f"--{name} is not known")
+        return self.count(names[-1])
 
 
 def world_size(test: str, env: str, release: bool) -> int:
@@ -97,24 +100,10 @@ def world_size(test: str, env: str, release: bool) -> int:
     return 8
 
 
-def _moe_layers(text: str, layers: int) -> tuple[int, ...] | None:
-    """``--moe-layer-freq``: a number n (every n-th layer), or a Python list expression such as ``([0]*3+[1]*58)``."""
-    text = text.strip()
-    if not text or text == "1":
-        return None
-    if text.isdigit():
-        return tuple(i for i in range(layers) if i % int(text) == 0)
-    flags: list[int] = []
-    for bit, times in re.findall(r"\[([01])\](?:\*(\d+))?", text):
-        flags += [int(bit)] * int(times or 1)
-    return tuple(i for i, bit in enumerate(flags[:layers]) if bit)
-
-
 def vocabulary(test: str, r: Reader) -> int:
     """Rows before padding."""
-    stated = r.integer("vocab-size", None, "vocab")
-    if stated is not None:
-        return stated
+    if r.has("vocab-size"):
+        return r.count("vocab-size")
     family = test.partition("/")[0]
     if family == "bert":
         return BERT_VOCABULARY
@@ -125,63 +114,15 @@ def vocabulary(test: str, r: Reader) -> int:
     return 50257
 
 
-def model(test: str, r: Reader) -> tuple[ModelSpec, tuple[int, ...]]:
-    """The model, and the layers of every stage where a hybrid pattern states them."""
-    h, a = r.need("hidden-size", "hidden"), r.need("num-attention-heads", "heads")
-    pattern = r.text("hybrid-layer-pattern") or r.text("hybrid-override-pattern")
-    main = pattern.partition("/")[0]
-    stages = tuple(len(p) for p in main.split("|")) if "|" in main else ()
-    main = main.replace("|", "")
-    layers = len(main) if main else r.need("num-layers", "layers")
-    swiglu = r.flag("swiglu")
-    rms = r.text("normalization") == "RMSNorm"
-    ffn = r.integer("ffn-hidden-size", None, "ffn")
-    if ffn is None:
-        ffn = int(4 * h * 2 / 3) // 64 * 64 if swiglu else 4 * h
-    experts = r.integer("num-experts", 0, "experts") or 0
-    kv = r.integer("num-query-groups", None, "kv") if r.flag("group-query-attention") or r.row.get("kv") else None
-    mla = r.flag("multi-latent-attention")
-    nope, rope = r.integer("qk-head-dim", 128) or 0, r.integer("qk-pos-emb-head-dim", 64) or 0
-    mamba = None
-    if "M" in main:
-        dim = r.integer("mamba-head-dim", 64) or 64
-        heads = r.integer("mamba-num-heads", 2 * h // dim) or 1
-        mamba = Mamba(heads, dim, r.integer("mamba-state-dim", 128) or 128, r.integer("mamba-num-groups", 8) or 8)
-    learned = r.text("position-embedding-type", "learned_absolute") == "learned_absolute" and not main
-    spec = decoder(
-        name=test,
-        hidden=h,
-        layers=layers,
-        heads=a,
-        kv_heads=kv,
-        head_dim=nope + rope if mla else r.integer("kv-channels", h // a),
-        v_head_dim=(r.integer("v-head-dim", 128)) if mla else None,
-        q_lora_rank=(r.integer("q-lora-rank", 0) or 0) if mla else 0,
-        kv_lora_rank=(r.integer("kv-lora-rank", 32) or 0) if mla else 0,
-        rope_head_dim=rope if mla else 0,
-        ffn=ffn,
-        gated=swiglu,
-        vocab=vocabulary(test, r),
-        tied=not r.flag("untie-embeddings-and-output-weights"),
-        bias=not r.flag("disable-bias-linear"),
-        norm_bias=not rms,
-        qk_norm=r.flag("qk-layernorm"),
-        learned_positions=(r.integer("max-position-embeddings", 0) or 0) if learned else 0,
-        causal=not test.startswith("bert"),
-        experts=experts,
-        topk=r.integer("moe-router-topk", 2, "topk") or 2,
-        moe_ffn=r.integer("moe-ffn-hidden-size", None, "moe_ffn"),
-        shared_ffn=r.integer("moe-shared-expert-intermediate-size", 0) or 0,
-        moe_latent=r.integer("moe-latent-size", 0) or 0,
-        moe_layers=_moe_layers(r.text("moe-layer-freq"), layers),
-        router_bias=r.flag("moe-router-enable-expert-bias"),
-        mtp=r.integer("mtp-num-layers", 0) or 0,
-        mamba=mamba,
-        pattern=main,
-    )
-    if test.startswith("bert"):
-        spec = _bert(spec, not r.flag("bert-no-binary-head"))
-    return spec, stages
+def model(test: str, r: Reader) -> ModelSpec:
+    """The model."""
+    r.need("hidden-size", "num-attention-heads")
+    if not pattern_of(r):
+        r.need("num-layers")
+    known = Arguments({**r.values, "vocab-size": vocabulary(test, r)})
+    spec = model_from(known, test, causal=not test.startswith("bert"))
+    assert spec is not None
+    return _bert(spec, not r.flag("bert-no-binary-head")) if test.startswith("bert") else spec
 
 
 def _bert(spec: ModelSpec, binary_head: bool) -> ModelSpec:
@@ -198,78 +139,25 @@ def _bert(spec: ModelSpec, binary_head: bool) -> ModelSpec:
     return replace(spec, families=(*spec.families, *t.families))
 
 
-def layout_of(r: Reader, spec: ModelSpec, world: int, family: str, stages: tuple[int, ...]) -> Layout:
-    """Degrees, schedule and stages."""
-    tp = r.integer("tensor-model-parallel-size", 1, "tp") or 1
-    pp = r.integer("pipeline-model-parallel-size", 1, "pp") or 1
-    cp = r.integer("context-parallel-size", 1, "cp") or 1
-    batches = (r.integer("global-batch-size", 0, "gbs") or world) // r.need("micro-batch-size", "mbs")
+def layout_of(r: Reader, world: int) -> Layout:
+    """Degrees, schedule and stages, on as many devices as the batch can feed."""
+    tp, pp = r.count("tensor-model-parallel-size"), r.count("pipeline-model-parallel-size")
+    cp, etp = r.count("context-parallel-size"), r.whole("expert-tensor-parallel-size", 1)
+    batches = r.count("global-batch-size", world) // r.need("micro-batch-size")
     world = min(world, max(1, batches) * tp * pp * cp)
-    etp = r.integer("expert-tensor-parallel-size", None, "etp")
     if r.text("_type") == "release":
-        unit = lcm(tp * pp * cp, pp * (etp or tp) * (r.integer("expert-model-parallel-size", 1, "ep") or 1))
+        unit = lcm(tp * pp * cp, pp * (etp or tp) * r.count("expert-model-parallel-size"))
         world = -(-world // unit) * unit
     if world % (tp * pp * cp):
         raise UndecidableError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
-    virtual = 1
-    per_chunk = r.integer("num-layers-per-virtual-pipeline-stage")
-    if per_chunk:
-        virtual = len(spec.layers) // pp // per_chunk
-    virtual = r.integer("num-virtual-stages-per-pipeline-rank", virtual) or 1
-    if len(stages) > pp:
-        virtual = len(stages) // pp
-        stages = ()
-    first, last = r.integer("decoder-first-pipeline-num-layers"), r.integer("decoder-last-pipeline-num-layers")
-    if first and last and pp > 2:
-        middle = (len(spec.layers) - first - last) // (pp - 2)
-        stages = (first, *(middle,) * (pp - 2), last)
-    plan = r.text("pipeline-model-parallel-layout")
-    if plan:
-        parts = [_count_t(p) for p in _expand(plan).split("|")]
-        virtual = max(1, len(parts) // pp)
-        stages = tuple(sum(parts[s::pp]) for s in range(pp))
-    return Layout(
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        dp=world // (tp * pp * cp),
-        ep=r.integer("expert-model-parallel-size", 1, "ep") or 1,
-        etp=etp,
-        sp=r.flag("sequence-parallel", "sp"),
-        zero=3 if r.flag("use-megatron-fsdp", "fsdp") else int(r.flag("use-distributed-optimizer", "distopt")),
-        schedule="interleaved" if virtual > 1 else "1f1b",
-        virtual=virtual,
-        micro_batch=r.need("micro-batch-size", "mbs"),
-        stage_layers=stages,
-    )
+    return layout_from(r, world)
 
 
-def _expand(text: str) -> str:
-    """Write out the repetitions of groups: ``Et*3|(tt|)*2mL`` -> ``Et*3|tt|tt|mL``."""
-    return re.sub(r"\(([^()]*)\)\*(\d{1,4})", lambda m: m[1] * int(m[2]), text)
-
-
-def _count_t(text: str) -> int:
-    """Decoder layers of one part of ``--pipeline-model-parallel-layout`` (``Et*7`` -> 7)."""
-    return sum(int(n or 1) for n in re.findall(r"t(?:\*(\d+))?", text))
-
-
-def work_of(r: Reader, seq: int | None = None) -> Train:
-    """Sequence (of the decoder), batch, optimizer, dropout, recomputation."""
-    dropout = max(r.number("hidden-dropout", 0.1), 0.0)
-    recompute = r.text("recompute-granularity", r.row.get("recompute", "") or "none")
-    optimizer = r.text("optimizer", "adam")
-    return Train(
-        seq=seq or r.need("seq-length", "seq"),
-        global_batch=r.integer("global-batch-size", 128, "gbs") or 128,
-        optimizer="muon" if "muon" in optimizer else "sgd" if optimizer == "sgd" else "adamw",
-        recompute=recompute if recompute in {"selective", "full"} else "none",  # type: ignore[arg-type]
-        recompute_layers=r.integer("recompute-num-layers") if recompute == "full" else None,
-        dropout=dropout,
-        fused_cross_entropy=r.flag("cross-entropy-loss-fusion"),
-        param_dtype="f16" if r.flag("fp16") else "bf16",
-        grad_dtype="f16" if r.flag("fp16") else "bf16" if r.flag("grad-reduce-in-bf16") else "f32",
-    )
+def work_of(r: Reader, layout: Layout) -> Train:
+    """Sequence (of the decoder), batch, optimizer, dropout, recomputation; attention is the engine's to name."""
+    r.need("micro-batch-size")
+    work = megatron_work(r, layout)
+    return replace(work, global_batch=r.count("global-batch-size", 128), attention="flash")
 
 
 def workspaces(env: str, environ: Mapping[str, object], r: Reader) -> int:
@@ -279,60 +167,41 @@ def workspaces(env: str, environ: Mapping[str, object], r: Reader) -> int:
     # Deterministic tests set the variable themselves; which goldens of Blackwell do is seen in mem_alloc only.
     deterministic |= capability == 10 and str(environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO")) == "0"
     cublas = cublas_workspace_bytes(capability, deterministic=deterministic)
-    mixture = (r.integer("num-experts", 0, "experts") or 0) > 0
+    mixture = r.size("num-experts") > 0
     # The router uses Transformer Engine even under the local spec (megatron/core/transformer/moe/moe_utils.py).
     if r.text("transformer-impl", "transformer_engine") == "local" and not mixture:
         return cublas
     return cublas + transformer_engine_workspace_bytes(capability, grouped=r.flag("moe-grouped-gemm"))
 
 
-def attention_kernel(test: str, env: str, local: bool, backend: str) -> str:
-    """Attention core: the stated backend; else flash on H100, cuDNN on A100 and GB200, and for MoE tests of the LTS
-    branch the unfused core, which their golden values show."""  # fmt: skip
-    stated = {"flash": "flash", "fused": "cudnn", "unfused": "unfused", "local": "unfused"}.get(backend)
-    if stated:
+def attention_kernel(test: str, env: str, stated: object) -> object:
+    """Attention core: the stated one; else flash on H100, cuDNN on A100 and GB200, and for MoE tests of the LTS branch
+    the unfused core, which their golden values show."""  # fmt: skip
+    if stated is not None:
         return stated
-    if local or ("lts" in env and test.startswith("moe/")):
+    if "lts" in env and test.startswith("moe/"):
         return "unfused"
     return "flash" if "h100" in env else "cudnn"
 
 
 def engine_of(test: str, env: str, environ: Mapping[str, object], r: Reader) -> TrainEngine:
-    """Kernels, loss, dispatcher, workspaces."""
-    local = r.text("transformer-impl", "transformer_engine") == "local" or r.text("spec") == "local"
-    modules = tuple(r.text("recompute-modules").strip("[]").split()) or ("core_attn",)
-    deferred = (r.integer("wgrad-deferral-limit", 0) or 0) if r.flag("defer-embedding-wgrad-compute") else 0
-    fp8 = bool(r.text("fp8-format"))
-    return engine_preset(
-        "megatron-core",
-        version="lts" if "lts" in env else "dev",
-        kernels="local" if local else "te",
-        attention=attention_kernel(test, env, local, r.text("attention-backend", "auto")),
-        fused_logit_bytes=15 if env == "dev_dgx_a100" else 10,
-        vocab_multiple=r.integer("make-vocab-size-divisible-by", 128) or 128,
-        score_buffer=local,
-        score_bytes=7 if r.flag("no-masked-softmax-fusion") and local else 0,
-        head_tensors=10 if test.startswith("bert") else 0,
-        offload_modules=tuple(r.text("offload-modules").strip("[]").split()),
-        fp8=fp8,
-        fp8_weight_copies=fp8 and not r.flag("fp8-param-gather"),
-        deferred_head=deferred,
-        microbatch_group=r.integer("microbatch-group-size-per-virtual-pipeline-stage"),
-        dispatcher=r.text("moe-token-dispatcher-type", "allgather"),
-        permute_fusion=r.flag("moe-permute-fusion"),
-        recompute_modules=modules,
-        recompute_method="block" if r.text("recompute-method") == "block" else "uniform",
-        attention_mask=not r.flag("no-create-attention-mask-in-dataloader"),
-        optimizer_instances=r.integer("num-distributed-optimizer-instances", 1) or 1,
-        workspace_bytes=workspaces(env, environ, r),
-    )
+    """Kernels, loss, dispatcher, workspaces: what the arguments say, and what is known of the tests' machines."""
+    options = train_options(r)
+    options |= {
+        "version": "lts" if "lts" in env else "dev",
+        "attention": attention_kernel(test, env, options.get("attention")),
+        "fused_logit_bytes": 15 if env == "dev_dgx_a100" else 10,
+        "head_tensors": 10 if test.startswith("bert") else 0,
+        "workspace_bytes": workspaces(env, environ, r),
+    }
+    return engine_preset(str(options.pop("preset")), **options)
 
 
 def _t5(test: str, env: str, environ: Mapping[str, object], r: Reader) -> MegatronCase:
     """T5: encoder layers first, then decoder layers with cross attention (``megatron/core/models/T5``)."""
     encoder, decoders = r.need("encoder-num-layers"), r.need("decoder-num-layers")
-    h, a, d = r.need("hidden-size", "hidden"), r.need("num-attention-heads", "heads"), r.need("kv-channels")
-    vocab = BERT_VOCABULARY + (r.integer("vocab-extra-ids", 0) or 0)
+    h, a, d = r.need("hidden-size"), r.need("num-attention-heads"), r.need("kv-channels")
+    vocab = BERT_VOCABULARY + r.size("vocab-extra-ids")
     spec = decoder(
         hidden=h, layers=encoder + decoders, heads=a, head_dim=d, ffn=r.need("ffn-hidden-size"), gated=False,
         vocab=vocab, tied=True, bias=True, norm_bias=True, learned_positions=r.need("max-position-embeddings"),
@@ -346,8 +215,8 @@ def _t5(test: str, env: str, environ: Mapping[str, object], r: Reader) -> Megatr
     t.norm("model.encoder_norm", h, bias=True)
     t.add("lm_head.bias", seg("vocab", vocab), role="head", part="bias")
     spec = replace(spec, families=(*spec.families, *t.families))
-    layout = layout_of(r, spec, world_size(test, env, r.text("_type") == "release"), "t5", ())
-    work = replace(work_of(r, r.need("decoder-seq-length")), dropout=0.1)
+    layout = layout_of(r, world_size(test, env, r.text("_type") == "release"))
+    work = replace(work_of(r, layout), seq=r.need("decoder-seq-length"), dropout=0.1)
     engine = engine_of(test, env, environ, r)
     return MegatronCase(spec, layout, work, engine, "t5", encoder, r.need("encoder-seq-length"))
 
@@ -368,10 +237,9 @@ def read_case(test: str, env: str, args: Args, environ: Mapping[str, object], ro
         raise UndecidableError(f"{family}: multimodal models are not modelled")
     if "grpo" in test:
         raise UndecidableError("reinforcement learning: the inference engine's pool is inside the peak")
-    spec, stages = model(test, r)
-    world = world_size(test, env, r.text("_type") == "release")
-    layout = layout_of(r, spec, world, family, stages)
+    spec = model(test, r)
+    layout = layout_of(r, world_size(test, env, r.text("_type") == "release"))
     group = "moe" if spec.moe else "hybrid" if any(x.recurrent for x in spec.layers) else "dense"
     if family == "bert":
         group = "bert"
-    return MegatronCase(spec, layout, work_of(r), engine_of(test, env, environ, r), group)
+    return MegatronCase(spec, layout, work_of(r, layout), engine_of(test, env, environ, r), group)

@@ -73,8 +73,13 @@ def _mtp(a: Args) -> int:
     return a.size("mtp-num-layers", whole.count("/"))
 
 
-def model_from(a: Args, name: str = "megatron arguments") -> ModelSpec | None:
+def model_from(a: Args, name: str = "megatron arguments", *, causal: bool = True) -> ModelSpec | None:
     """The decoder that the arguments describe; None when its dimensions are not given.
+
+    Args:
+        a: the arguments.
+        name: what the model is called.
+        causal: whether positions see only those before them (not in BERT).
 
     Raises:
         InputError: a dimension that is no number or beyond any model.
@@ -122,6 +127,7 @@ def model_from(a: Args, name: str = "megatron arguments") -> ModelSpec | None:
         qk_norm=a.flag("qk-layernorm"),
         learned_positions=a.size("max-position-embeddings") if learned else 0,
         max_positions=a.size("max-position-embeddings"),
+        causal=causal,
         experts=experts,
         topk=a.count("moe-router-topk", 2),
         moe_ffn=a.whole("moe-ffn-hidden-size", 1),
