@@ -77,9 +77,31 @@ def _run(count: int, seed: int) -> None:
             _once(spec, name, layout, replace(settings, speculative=False) if layout.pp > 1 else settings)
 
 
+def _pools(count: int, seed: int) -> None:
+    """Two pools: each side's commands give its layout back, and the two agree."""
+    rng = random.Random(seed)
+    for name in ("deepseek-v3", "qwen3-8b"):
+        spec = read_model(name)
+        options = [x for x in random_layouts(spec, rng, 3 * count) if x.cp == 1 and x.dcp == 1]
+        options = [x for x in options if spec.moe is not None or x.dp == 1]
+        for prefill, decode in zip(options[::2], options[1::2], strict=False):
+            request = Request(
+                name, decode, cluster(1024, 8), Serve(max_model_len=4096), ServeSettings(), prefill=prefill, spec=spec
+            )
+            emission = ENGINE.emit(request)
+            assert refused(emission.commands, ENGINE.flags(), words_of, positionals=0) == []
+            for command in emission.commands[:-1]:
+                found = ENGINE.parse(shlex.split(command.text), dict(command.env), nothing)
+                found = ENGINE.complete(found, spec, request.cluster)
+                assert found.deployment == "pools"
+                wanted = prefill if command.purpose.startswith("prefill") else decode
+                assert found.layout == wanted
+
+
 @pytest.mark.timeout(60)
 def test_sample() -> None:
     _run(100, seed=1)
+    _pools(10, seed=3)
 
 
 @pytest.mark.slow

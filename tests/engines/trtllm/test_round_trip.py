@@ -67,9 +67,28 @@ def _run(count: int, seed: int) -> None:
             _once(spec, name, layout, _settings(rng))
 
 
+def _pools(count: int, seed: int) -> None:
+    """Two pools: the files and commands of each side give its layout back."""
+    rng = random.Random(seed)
+    for name in ("deepseek-v3", "qwen3-8b"):
+        spec = read_model(name)
+        options = [x for x in random_layouts(spec, rng, 3 * count) if spec.moe is not None or x.dp == 1]
+        for prefill, decode in zip(options[::2], options[1::2], strict=False):
+            request = Request(
+                name, decode, cluster(1024, 8), Serve(max_model_len=4096), ServeSettings(), prefill=prefill, spec=spec
+            )
+            emission = ENGINE.emit(request)
+            assert refused(emission.commands, ENGINE.flags(), words_of) == []
+            read = reader(files_of(emission))
+            sides = [ENGINE.parse(shlex.split(c.text), dict(c.env), read).layout for c in emission.commands[:2]]
+            assert sides == [prefill, decode]
+            assert ENGINE.parse(shlex.split(emission.commands[2].text), {}, read).deployment == "pools"
+
+
 @pytest.mark.timeout(60)
 def test_sample() -> None:
     _run(100, seed=1)
+    _pools(10, seed=3)
 
 
 @pytest.mark.slow
