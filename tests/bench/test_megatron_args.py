@@ -96,8 +96,8 @@ def test_mixture_frequency_and_latent_attention() -> None:
 
 
 def test_hybrid_pattern_with_stages() -> None:
-    case = _case(test="hybrid/x", hybrid_layer_pattern="M-M*|M-M-/*E", pipeline_model_parallel_size=2)
-    assert case.layout.stage_layers == (4, 4)
+    case = _case(test="hybrid/x", hybrid_layer_pattern="M-M*-|M-M/*E", pipeline_model_parallel_size=2)
+    assert case.layout.stage_layers == (5, 3)
     assert sum(x.recurrent is not None for x in case.spec.layers) == 4
     assert case.group == "hybrid"
 
