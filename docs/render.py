@@ -37,6 +37,7 @@ _NOTE = re.compile(r"<!-- (show|exit|file) (.*?) -->")
 #: How a line of prose begins in the terminal output; until the next one or a blank line the rest is its continuation.
 _PROSE = re.compile(
     r"- |unwise: |illegal: |way out: |fits: |does not fit(: | in full: )|too slow: |KV cache of |error: "
+    r"|will not start: |will start: |will run out of memory: |use "
 )
 _ELLIPSIS = "..."
 

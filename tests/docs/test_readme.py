@@ -23,7 +23,7 @@ def prose(page: str) -> str:
 
 
 def code(page: str) -> list[str]:
-    return re.findall(r"(?:^<!-- .*-->\n)*^```.*?^```$", page, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"(?:^<!-- [^\n]*-->\n)*^```.*?^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
 def headings(page: str) -> list[int]:
