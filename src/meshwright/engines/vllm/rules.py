@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from meshwright.engines.vllm.quantized import blocks_divide
 from meshwright.engines.vllm.stages import VOCAB_PADDING, split_layers
-from meshwright.specs import checks
+from meshwright.specs import checks, serving_checks
 from meshwright.specs.checks import broken, divisors, named
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
@@ -19,7 +19,9 @@ from meshwright.specs.model import ModelSpec
 from meshwright.specs.rules import Rule
 from meshwright.specs.shares import padded_units
 from meshwright.specs.splits import splits
-from meshwright.specs.workload import Train, Workload
+from meshwright.specs.workload import Workload
+
+_TP = "tensor parallel size"
 
 
 def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Workload | None) -> list[Rule]:
@@ -27,11 +29,10 @@ def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Wo
     found = [
         *_serving_only(layout, workload),
         *checks.world_fits(layout, cluster),
-        *_heads(spec, layout),
-        *_grouped_output(spec, layout),
-        *_kv_heads(spec, layout),
+        *serving_checks.heads_divide(spec, layout.tp, _TP, "vLLM config/model.py:1545 verify_with_parallel_config"),
+        *serving_checks.kv_heads_divide(spec, layout.tp, _TP, "vLLM model_executor/models/llama.py LlamaAttention"),
         *_vocabulary(spec, layout),
-        *_recurrent(spec, layout),
+        *serving_checks.states_divide(spec, layout.tp, _TP, "vLLM model_executor/layers/mamba/mamba_mixer2.py"),
         *_widths(spec, layout),
         *blocks_divide(spec, layout),
         *checks.stages(spec, layout, split_layers),
@@ -46,66 +47,10 @@ def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Wo
 
 
 def _serving_only(layout: Layout, workload: Workload | None) -> Iterator[Rule]:
-    """vLLM serves: it has no optimizer and no training schedule."""
-    if isinstance(workload, Train):
-        yield broken("does_not_train", "illegal", "vLLM serves and does not train", "use --engine meshwright")
-    asked = [
-        (layout.zero > 0 or layout.fsdp is not None, f"ZeRO-{layout.zero} or FSDP"),
-        (layout.virtual > 1, f"{layout.virtual} virtual stages"),
-        (layout.schedule != "1f1b", f"pipeline schedule {layout.schedule}"),
-        (layout.sp, "sequence parallel training"),
-        (layout.etp not in {None, 1}, f"etp {layout.etp}"),
-    ]
-    for given, what in asked:
-        if given:
-            yield broken("not_of_this_engine", "illegal", f"vLLM has no {what}", "leave it out when serving")
-
-
-def _heads(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
-    for heads in dict.fromkeys(a.heads for a in splits(spec).attentions):
-        if heads % layout.tp:
-            yield broken(
-                "heads_divide_tp",
-                "illegal",
-                f"{heads} attention heads are not divisible by tensor parallel size {layout.tp}",
-                f"choose tp from {named(divisors(heads), layout.tp)}",
-                "vLLM config/model.py:1545 verify_with_parallel_config",
-                heads=heads,
-                tp=layout.tp,
-            )
-
-
-def _grouped_output(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
-    """An output projection in groups of heads (DeepSeek-V4) is dealt by whole groups."""
-    groups = splits(spec).head_units
-    if groups and groups % layout.tp and spec.heads % layout.tp == 0:
-        yield broken(
-            "head_groups_over_tp",
-            "illegal",
-            f"{groups} groups of output heads are not divisible by tensor parallel size {layout.tp}",
-            f"choose tp from {named(divisors(groups), layout.tp)}",
-            "DeepSeek-V4 inference/model.py: groups of a rank = o_groups / world size",
-            groups=groups,
-            tp=layout.tp,
-        )
-
-
-def _kv_heads(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
-    """KV heads are divided when there are enough of them, replicated when tp is a multiple, refused otherwise."""
-    for a in splits(spec).attentions:
-        kv, tp = a.kv_heads, layout.tp
-        if a.kind == "mla" or (kv % tp == 0 if kv >= tp else tp % kv == 0):
-            continue
-        fate = "divided among" if kv >= tp else "replicated evenly over"
-        yield broken(
-            "kv_heads_over_tp",
-            "illegal",
-            f"{kv} KV heads cannot be {fate} {tp} tensor parallel ranks",
-            f"choose tp as a divisor or a multiple of {kv} that divides {a.heads} heads",
-            "vLLM model_executor/models/llama.py LlamaAttention",
-            kv_heads=kv,
-            tp=tp,
-        )
+    """vLLM serves: it has no optimizer, no training schedule and no degree inside an expert."""
+    yield from serving_checks.serving_only(layout, workload, "vLLM")
+    if layout.etp not in {None, 1}:
+        yield broken("not_of_this_engine", "illegal", f"vLLM has no etp {layout.etp}", "leave it out when serving")
 
 
 def _vocabulary(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
@@ -122,32 +67,6 @@ def _vocabulary(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
             padded=rows,
             tp=layout.tp,
         )
-
-
-def _recurrent(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
-    """State-space and linear attention heads; groups divide, or one group is held by all."""
-    for r in splits(spec).recurrents:
-        if r.heads % layout.tp:
-            yield broken(
-                "state_heads_over_tp",
-                "illegal",
-                f"{r.heads} heads of the {r.kind} layers are not divisible by tensor parallel size {layout.tp}",
-                f"choose tp from {named(divisors(r.heads), layout.tp)}",
-                "vLLM model_executor/layers/mamba",
-                heads=r.heads,
-                tp=layout.tp,
-            )
-        elif r.groups % layout.tp and r.groups != 1:
-            yield broken(
-                "state_groups_over_tp",
-                "illegal",
-                f"{r.groups} groups of the {r.kind} layers are not divisible by tensor parallel size {layout.tp}, and "
-                "more than 1 is not replicated",
-                f"choose tp from {named(divisors(r.groups), layout.tp)}",
-                "vLLM model_executor/layers/mamba/mamba_mixer2.py",
-                groups=r.groups,
-                tp=layout.tp,
-            )
 
 
 def _widths(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
