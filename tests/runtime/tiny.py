@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,9 @@ import torch
 from meshwright import engines
 from meshwright.runtime.checkpoint import write_random
 from meshwright.runtime.folder import read_folder
-from meshwright.runtime.job import GenerateJob
+from meshwright.runtime.generate import Generation
+from meshwright.runtime.job import GenerateJob, merged, run_job
+from meshwright.runtime.launch.local import run_local
 from meshwright.specs.layout import parse_layout
 from meshwright.specs.placement import Placement, place
 
@@ -118,6 +119,25 @@ def oracle(
     return tokens, logits
 
 
-def as_json(value: Any) -> str:
-    """For messages."""
-    return json.dumps(value)
+def alone(job: GenerateJob) -> Generation:
+    """Run a job of one rank in this process."""
+    assert job.placement.layout.world == 1
+    torch.set_num_threads(1)
+    return run_job(0, job)
+
+
+def on_ranks(job: GenerateJob, timeout_s: float = 60.0) -> tuple[dict[int, list[int]], dict[int, torch.Tensor]]:
+    """Run a job on local ranks: tokens and logits of all prompts."""
+    results = run_local(run_job, job.placement.layout.world, (job,), timeout_s)
+    return merged(results), {i: x for r in results for i, x in r.logits.items()}
+
+
+def assert_same(
+    found: tuple[dict[int, list[int]], dict[int, torch.Tensor]], want: tuple[list[list[int]], list[torch.Tensor]]
+) -> None:
+    """Greedy tokens are identical, and logits agree within 1e-4."""
+    tokens, logits = found
+    assert list(tokens.values()) == want[0]
+    assert sorted(logits) == sorted(tokens)
+    worst = max(float((logits[i] - row).abs().max()) for i, row in enumerate(want[1]))
+    assert worst < 1e-4, worst
