@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Engines that train -> preset of what their memory depends on (``plan/constants/training.json``).
 TRAINERS = {
     "meshwright": "torch",
-    "torchtitan": "torchtitan",
+    "torchtitan": "torchtitan 0.3",
     "megatron": "megatron-core",
     "deepspeed": "torch",
     "accelerate": "torch",

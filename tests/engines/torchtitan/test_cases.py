@@ -1,8 +1,8 @@
 """Published measurements of torchtitan as commands: what the command is understood as takes what was measured.
 
 The benchmark is of December 2024 (llama3_h100_202412_torchtitan.md, H100 of 96 GB): its loss was one cross-entropy in
-fp32 over all logits, where 0.3 goes through the sequence in pieces; so the pieces are taken out here. Micro-batches were
-local batch / stages.
+fp32 over all logits, where 0.3 goes through the sequence in pieces; so the pieces are taken out here. A micro-batch was
+the local batch divided by the stages.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_the_configuration_gives_what_the_command_does_not() -> None:
     assert isinstance(work, Train)
     assert (found.model, str(found.layout)) == ("llama-3.1-70b", "tp=8,sp=on,micro_batch=8")
     assert (work.seq, work.global_batch, work.recompute, work.grad_dtype) == (8192, 8, "full", "f32")
-    assert found.train_options["preset"] == "torchtitan"
+    assert found.train_options["preset"] == "torchtitan 0.3"
     assert found.train_options["logit_bytes"] == 1.5
 
 

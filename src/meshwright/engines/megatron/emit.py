@@ -22,7 +22,7 @@ def emit(request: Request, spec: ModelSpec | None = None) -> Emission:
 
     Args:
         request: what is to be started.
-        spec: the model; None: found by the request's name.
+        spec: the model; None: the request's, or found by its name.
 
     Raises:
         InputError: the model cannot be described by arguments, or the layout does not fit the cluster.
@@ -30,7 +30,7 @@ def emit(request: Request, spec: ModelSpec | None = None) -> Emission:
     work = request.workload
     if not isinstance(work, Train):
         raise InputError("pretrain_gpt.py trains; ask for training, or serve with --engine vllm")
-    spec = read_model(request.model) if spec is None else spec
+    spec = spec or request.spec or read_model(request.model)
     words = ["pretrain_gpt.py", *layout_words(request.layout, len(spec.layers)), *work_words(work, request.layout)]
     words += [*option_words(request, spec), *model_words(spec), *_data(spec)]
     notes = ("replace --mock-data and the tokenizer by your own (--data-path, --tokenizer-model)",)

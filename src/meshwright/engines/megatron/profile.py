@@ -35,9 +35,10 @@ PROFILES: dict[str, EngineProfile] = {
         constants={
             # How it communicates (plan.wire.Ways): core/tensor_parallel/layers.py gathers sharded inputs again in the
             # backward; core/pipeline_parallel/p2p_communication.py sends one tensor, already a sequence slice under
-            # sequence parallelism; core/transformer/moe/token_dispatcher.py (allgather by default).
+            # sequence parallelism; core/transformer/moe/token_dispatcher.py: alltoall, which ``emit`` asks
+            # for (pretrain_gpt.py's own default gathers all tokens).
             "wire_sp_gathers_again": True,
-            "wire_experts": "allgather_reducescatter",
+            "wire_experts": "all_to_all",
             "wire_logits": "gather",
             "wire_context": "ring",
         },

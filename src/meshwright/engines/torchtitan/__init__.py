@@ -11,7 +11,6 @@ from meshwright.engines.torchtitan import emit as _emit
 from meshwright.engines.torchtitan import logs as _logs
 from meshwright.engines.torchtitan import parse as _parse
 from meshwright.engines.torchtitan.profile import PROFILES
-from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.hf.read import read_model
 from meshwright.specs.model import ModelSpec
@@ -57,13 +56,10 @@ class Torchtitan:
 
     def emit(self, request: Request, version: str | None = None) -> Emission:
         """Lines and files that start the requested point."""
-        layers = None
-        if request.layout.schedule == "interleaved" and request.layout.virtual != 2:
-            try:
-                layers = len(read_model(request.model).layers)
-            except InputError:
-                layers = None
-        return _emit.emit(request, version or self.versions()[0], layers)
+        spec = request.spec
+        if spec is None and request.layout.schedule == "interleaved" and request.layout.virtual != 2:
+            spec = read_model(request.model)
+        return _emit.emit(request, version or self.versions()[0], None if spec is None else len(spec.layers))
 
     def read_log(self, lines: Iterable[str]) -> BootLog | None:
         """Read a log."""

@@ -22,6 +22,9 @@ SCHEDULES: dict[str, Schedule] = {
     "ZBVZeroBubble": "zbv",
     "DualPipeV": "dualpipev",
 }
+#: Bytes of a logit at the peak of a loss over the whole sequence: three fp32 tensors (training.json, ``torchtitan``).
+LOGIT_BYTES = 12.0
+
 #: Schedules with several stages a rank that are judged as the interleaved one.
 _LIKE_INTERLEAVED = {"InterleavedZeroBubble", "LoopedBFS"}
 
@@ -159,10 +162,9 @@ def options_from(s: Settings, layout: Layout) -> dict[str, object]:
     A chunked loss (``ChunkedLossWrapper``) applies the head to one piece of the sequence after the other, so the
     logits of one piece are alive: 12 bytes a logit divided by the pieces.
     """
-    out: dict[str, object] = {"preset": "torchtitan", "fp8": bool(s.configuration.get("float8"))}
-    pieces = s.maybe("loss.num_chunks") or 1
-    if s.configuration.get("chunked_loss") and pieces > 1:
-        out["logit_bytes"] = 12.0 / pieces
+    out: dict[str, object] = {"preset": "torchtitan 0.3", "fp8": bool(s.configuration.get("float8"))}
+    pieces = (s.maybe("loss.num_chunks") or 1) if s.configuration.get("chunked_loss", True) else 1
+    out["logit_bytes"] = LOGIT_BYTES / pieces
     out["async_tp"] = s.on("compile.enable_async_tensor_parallel")
     if layout.zero == 3 and layout.pp > 1:
         out["fsdp_unsharded"] = layout.fsdp is not None and not layout.fsdp.reshard_after_forward
