@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from meshwright.engines.base import Deployment, Emission
     from meshwright.ledger.schema import Ledger
-    from meshwright.plan.plan import Plan
+    from meshwright.plan.plan import Command, Plan
     from meshwright.plan.strategies import StrategyRow
 
 #: Engines that train -> preset of what their memory depends on (``plan/constants/training.json``).
