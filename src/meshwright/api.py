@@ -85,7 +85,20 @@ def plan_serve(
     plan = decide(spec, cluster, workload, profile, settings or ServeSettings(), _layout(layout), found)
     notes = (*spec.assumptions, *cluster.notes, *(plan.chosen.memory.notes if plan.chosen else ()))
     named = replace(plan, notes=notes, asked=model if isinstance(model, str) else spec.name)
-    return replace(named, commands=emit(named).commands if named.legal and _starts(named) else ())
+    return replace(named, commands=usual_commands(named) if named.legal and _starts(named) else ())
+
+
+def usual_commands(plan: Plan) -> tuple[Command, ...]:
+    """The engine's usual way of starting, and beside it Ray where vLLM's replica spans nodes.
+
+    Raises:
+        InputError: the layout needs more devices than the cluster has.
+    """
+    commands = emit(plan).commands
+    layout, node = plan.layout, plan.cluster.devices_per_node
+    if layout is not None and plan.engine.startswith("vllm") and layout.tp * layout.pp * layout.cp > node:
+        commands += emit(plan, deployment="ray").commands
+    return commands
 
 
 def plan_pools(
