@@ -173,3 +173,17 @@ def test_noise_does_no_harm() -> None:
 def test_every_prefix_of_a_log_is_read() -> None:
     for end in range(0, len(V033), 97):
         ENGINE.read_log(V033[:end].splitlines())
+
+
+def test_the_cpu_build_states_its_pool_and_the_only_worker_has_no_number() -> None:
+    log = read(
+        "(EngineCore pid=5) INFO [core.py] Initializing a V1 LLM engine (v0.32.0) with config: model='m', "
+        "max_seq_len=256, "
+        "tensor_parallel_size=1, pipeline_parallel_size=1\n"
+        "(Worker pid=7) INFO [cpu_worker.py:260] Explicitly set (1.0/11.71) GiB for KV cache on node 0.\n"
+        "(EngineCore pid=5) INFO [kv_cache_utils.py] CPU KV cache size: 524,288 tokens, Maximum concurrency "
+        "for 256 tokens "
+        "per request: 2048.00x\n"
+    )
+    assert gib(log) == {("rank 0", "kv_cache", "pool"): 1.0}
+    assert (log.kv_cache_tokens, log.notes) == (524_288, ())

@@ -73,6 +73,7 @@ PATTERNS: tuple[Pattern, ...] = (
     _gib("torch peak memory increase: ", rf"{_N} ?GiB", "activations"),
     _gib("reserved for KV Cache is ", rf"{_N} ?Gi?B", "kv_cache"),
     _gib("Available KV cache memory: ", rf"{_N} GiB", "kv_cache"),
+    _gib("Explicitly set (", rf"{_N}/{_N}\) GiB for KV cache", "kv_cache", "host"),
     _gib("Graph capturing finished in ", rf"\d{{1,6}} secs?, took {_N} GiB", "cuda_graphs"),
     _gib("CUDA graph pool memory: ", rf"{_N} GiB \(actual\), {_N} GiB \(estimated\)", "cuda_graphs", "estimated"),
     _gib(

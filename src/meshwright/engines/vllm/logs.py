@@ -140,6 +140,8 @@ def _who(mark: Match[str]) -> str:
         return f"core{places}"
     if places or mark["rank"] is not None:
         return f"{places}#{mark['rank'] or ''}"
+    if mark["who"] == "Worker":  # the only rank: names of several carry their places
+        return ""
     return f"pid {mark['pid']} {mark['ip'] or ''}"
 
 
