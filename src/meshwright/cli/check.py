@@ -37,7 +37,7 @@ def check(
     for value, flag in ((isl, "--isl"), (osl, "--osl"), (concurrency, "--concurrency")):
         if value is not None:
             in_range(value, flag, 1, MAX_TOKENS)
-    if len(words) == 1 and Path(words[0]).is_file():
+    if len(words) == 1 and _is_file(words[0]):
         _check_file(Path(words[0]), on, model, engine, plan, save, as_json)
         return
     from meshwright.judge.check import check_words
@@ -47,6 +47,14 @@ def check(
         words, parse_cluster(on), model=model, engine=engine, isl=isl, osl=osl, concurrency=concurrency
     )
     _finish(verdict, as_json)
+
+
+def _is_file(word: str) -> bool:
+    """Whether a single word names a file; a whole command in quotes may be longer than any file name."""
+    try:
+        return Path(word).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _finish(verdict: object, as_json: bool) -> None:
