@@ -135,3 +135,15 @@ def test_a_training_plan_of_megatron_comes_with_its_command(run: Run) -> None:
     )
     assert code == 0
     assert "--tensor-model-parallel-size 8" in out
+
+
+def test_a_replica_over_two_nodes_comes_with_and_without_ray(run: Run) -> None:
+    code, out, _ = run(
+        *("plan", "serve", "llama-3.1-70b", "--on", "2x4xA100-40G@ib-200g", "--isl", "8000", "--osl", "500"),
+        *("--concurrency", "32", "--json"),
+    )
+    texts = [c["text"] for c in json.loads(out)["commands"]]
+    assert code == 0
+    assert sum("--nnodes 2" in t for t in texts) == 2
+    assert sum(t.startswith("ray start") for t in texts) == 2
+    assert sum("--distributed-executor-backend ray" in t for t in texts) == 1
