@@ -101,7 +101,7 @@ def _pools(count: int, seed: int) -> None:
 @pytest.mark.timeout(60)
 def test_sample() -> None:
     _run(100, seed=1)
-    _pools(10, seed=3)
+    _pools(5, seed=3)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from meshwright.engines.base import Deployment, FileReader, FlagTable, Invocatio
 from meshwright.engines.flagtable import load_table, split_words
 from meshwright.engines.flagwords import Words, shown
 from meshwright.engines.plainyaml import load
+from meshwright.engines.serving import lengths, visible_devices
 from meshwright.engines.sglang import findings
 from meshwright.engines.sglang.degrees import Degrees, node_rank, read_degrees
 from meshwright.engines.sglang.profile import PROFILES
@@ -23,7 +24,6 @@ from meshwright.specs.model import ModelSpec
 from meshwright.specs.quantized import shard_of
 from meshwright.specs.rules import Rule
 from meshwright.specs.splits import splits
-from meshwright.specs.workload import Serve
 
 FOLDER = Path(__file__).parent
 
@@ -118,7 +118,7 @@ def understood(
         version=flags.version,
         model=words.text("--model-path"),
         layout=degrees.layout(),
-        workload=_lengths(context),
+        workload=lengths(context),
         settings=settings,
         nodes=nodes,
         node_rank=node_rank(words),
@@ -181,28 +181,12 @@ def _dense_blocks(given: Mapping[str, str], invocation: Invocation, spec: ModelS
     return out[:1]
 
 
-def visible_devices(env: Mapping[str, str]) -> int | None:
-    """How many devices ``CUDA_VISIBLE_DEVICES`` leaves, or None."""
-    text = env.get("CUDA_VISIBLE_DEVICES", "")
-    parts = [p for p in text.split(",") if p.strip()]
-    return len(parts) if parts and "$" not in text else None
-
-
 def _deployment(words: Words, nodes: int) -> Deployment:
     if (words.text("--disaggregation-mode") or "null") != "null":
         return "pools"
     if words.on("--use-ray"):
         return "ray"
     return "mp" if nodes > 1 else "single"
-
-
-def _lengths(context: int | None) -> Serve:
-    """Lengths of a request: the defaults of ``Serve``, or less where the context is shorter."""
-    usual = Serve()
-    if context is None or context >= usual.isl + usual.osl:
-        return replace(usual, max_model_len=context)
-    isl = max(1, context * 4 // 5)
-    return Serve(isl=isl, osl=max(1, context - isl), max_model_len=context)
 
 
 def _stray(word: str, flags: FlagTable) -> Rule:
@@ -221,6 +205,11 @@ def _remarks(words: Words, d: Degrees) -> list[str]:
         notes.append("--json-model-override-args changes the model's configuration; the published one is judged")
     if d.pp > 1:
         notes.append("pipeline stages switch the overlap scheduler off")
+    if words.on("--enable-eplb"):
+        notes.append(
+            "--enable-eplb gains only where experts are unevenly busy for many batches (a rebalance takes about 1.8 s, "
+            "SGLang pull 6739): look at the balancedness first; one node is rarely bound by it (issue 6017)"
+        )
     if d.attn_dp > 1 and words.find("--chunked-prefill-size") is not None:
         notes.append(f"--chunked-prefill-size is divided over the {d.attn_dp} attention replicas")
     return notes

@@ -9,6 +9,7 @@ from dataclasses import replace
 from meshwright.engines.base import FileReader, FlagTable, Invocation
 from meshwright.engines.flagtable import load_table, split_words, table_from
 from meshwright.engines.flagwords import Words, shown, whole_number
+from meshwright.engines.serving import lengths
 from meshwright.engines.trtllm import findings
 from meshwright.engines.trtllm.config import (
     FOLDER,
@@ -138,7 +139,7 @@ def understood(options: Options, flags: FlagTable, model: str | None, notes: Seq
         version=flags.version,
         model=model,
         layout=layout_of(options),
-        workload=_lengths(context),
+        workload=lengths(context),
         settings=settings,
         notes=(*notes, *said, *_remarks(options)),
     )
@@ -166,7 +167,7 @@ def pools(config: Options, flags: FlagTable, found: Sequence[Rule], notes: Seque
         model=_text(sides[1].get("model")),
         layout=layout_of(sides[1]),
         prefill=layout_of(sides[0]),
-        workload=_lengths(whole(sides[1], "max_seq_len")),
+        workload=lengths(whole(sides[1], "max_seq_len")),
         settings=settings,
         deployment="pools",
         findings=(*found, *findings.of_pools(config)),
@@ -236,15 +237,6 @@ def _build(program: Program, key: str) -> Invocation:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
-
-
-def _lengths(context: int | None) -> Serve:
-    """Lengths of a request: the defaults of ``Serve``, or less where the context is shorter."""
-    usual = Serve()
-    if context is None or context >= usual.isl + usual.osl:
-        return replace(usual, max_model_len=context)
-    isl = max(1, context * 4 // 5)
-    return Serve(isl=isl, osl=max(1, context - isl), max_model_len=context)
 
 
 def _remarks(options: Options) -> list[str]:
