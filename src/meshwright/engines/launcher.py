@@ -7,6 +7,7 @@ of the folders ``torchrun``, ``deepspeed`` and ``accelerate``).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -113,12 +114,16 @@ def accelerate_flags() -> FlagTable:
 
 def launcher_of(argv: Sequence[str]) -> tuple[LauncherName, tuple[str, ...]] | None:
     """Which launcher these words start, and the words behind it; None when they start something else."""
-    if not argv:
+    at = 0
+    while len(argv) > at + 2 and argv[at] in {"uv", "poetry", "pipenv"} and argv[at + 1] == "run":
+        at += 2
+    words = tuple(argv[at:])
+    if not words:
         return None
-    program = PurePosixPath(argv[0].replace("\\", "/")).name
-    rest = tuple(argv[1:])
-    if program in {"uv", "poetry", "pipenv"} and rest[:1] == ("run",):
-        return launcher_of(rest[1:])
+    program = PurePosixPath(words[0].replace("\\", "/")).name
+    rest = words[1:]
+    if program in {"bash", "sh"} and len(rest) > 1 and rest[0] in {"-c", "-lc", "-ec"}:
+        return _shell(rest[1])
     if program == "accelerate":
         return ("accelerate", rest[1:]) if rest[:1] == ("launch",) else None
     if program in _PROGRAMS:
@@ -126,8 +131,17 @@ def launcher_of(argv: Sequence[str]) -> tuple[LauncherName, tuple[str, ...]] | N
     if program.rstrip("0123456789.") == "python":
         return _python(rest)
     if program.endswith(".py"):
-        return "python", tuple(argv)
+        return "python", words
     return None
+
+
+def _shell(text: str) -> tuple[LauncherName, tuple[str, ...]] | None:
+    """The command inside ``bash -c``, split and not run; None when it is more than one launcher's command."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return None
+    return None if {"&&", "||", ";", "|"} & set(words) else launcher_of(words)
 
 
 def _python(words: tuple[str, ...]) -> tuple[LauncherName, tuple[str, ...]] | None:
@@ -184,7 +198,7 @@ def _taken(flag: Flag, following: Sequence[str]) -> int:
 
 def _starts(word: str) -> bool:
     """Whether a word names a program that may stand behind a launcher."""
-    return word.endswith((".py", ".sh")) or launcher_of([word]) is not None or word in {"accelerate", "bash"}
+    return word.endswith((".py", ".sh")) or launcher_of([word]) is not None or word in {"accelerate", "bash", "sh"}
 
 
 def read_launch(

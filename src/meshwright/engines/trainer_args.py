@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from meshwright.engines.base import Flag, FlagTable
@@ -87,6 +88,7 @@ class TrainerArgs:
         return replace(base, **changes)  # type: ignore[arg-type]
 
 
+@cache
 def trainer_flags() -> FlagTable:
     """The Trainer's flags with the names that scripts add."""
     own = load_table(Path(__file__).parent / "transformers", TRAINER_VERSION)

@@ -16,6 +16,7 @@ from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import accelerate_flags, read_launch
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer
 from meshwright.engines.training import TrainingEngine
+from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.model import ModelSpec
@@ -95,7 +96,7 @@ class Accelerate(TrainingEngine):
     def emit(self, request: Request, version: str | None = None) -> Emission:
         """YAML and one command a node."""
         self.profile(version)
-        return emit(request)
+        return verified(self, request, emit(request))
 
     def read_log(self, lines: Iterable[str]) -> BootLog | None:
         """accelerate prints no memory."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
 from meshwright.engines.base import Emission, OutFile, Request
 from meshwright.engines.plainyaml import dump
-from meshwright.engines.torchrun.emit import MAX_WRITTEN, PORT, quoted, spread
+from meshwright.engines.torchrun.emit import INTERFACE, MAX_WRITTEN, PORT, quoted, slurm, spread, under
 from meshwright.engines.trainer_words import no_muon, script_words
 from meshwright.engines.training import on_host
 from meshwright.errors import InputError
@@ -27,24 +29,33 @@ def emit(request: Request) -> Emission:
         raise InputError("accelerate trains; serve with --engine vllm or sglang")
     _refuse(layout, work)
     no_muon(work)
-    nodes, _ = spread(layout.world, request.cluster)
+    nodes, per_node = spread(layout.world, request.cluster)
     offload = "parameters" in on_host(request)
     text = dump(config(layout, work, nodes, offload))
     words = ["train.py", *script_words(request.model, layout, work)]
     note = "replace train.py by a script that reads the Trainer's arguments"
     files = (OutFile(CONFIG, text, "accelerate's configuration, the same on every node"),)
+    if under(request.deployment, nodes):
+        inner = quoted([*_launch("$SLURM_PROCID"), *words])
+        command, job = slurm(f"srun bash -c {shlex.quote(inner)}", nodes, per_node)
+        return Emission((command,), (*files, job), (note,))
     return Emission(tuple(_commands(words, nodes, note)), files)
 
 
+def _launch(rank: str) -> list[str]:
+    """The launcher's words on one of several nodes."""
+    meet = ["--main_process_ip", "$HEAD_IP", "--main_process_port", str(PORT), "--machine_rank", rank]
+    return ["accelerate", "launch", "--config_file", CONFIG, *meet]
+
+
 def _commands(words: list[str], nodes: int, note: str) -> list[Command]:
-    first = ["accelerate", "launch", "--config_file", CONFIG]
     if nodes == 1:
-        return [Command(None, "train", quoted([*first, *words]), (), note)]
-    meet = ["--main_process_ip", "$HEAD_IP", "--main_process_port", str(PORT)]
-    note += "; set HEAD_IP to the address of node 0"
+        words = ["accelerate", "launch", "--config_file", CONFIG, *words]
+        return [Command(None, "train", quoted(words), (), note)]
+    note += f"; set HEAD_IP to the address of node 0; {INTERFACE}"
 
     def command(node: int | None, rank: str, more: str = "") -> Command:
-        return Command(node, "train", quoted([*first, *meet, "--machine_rank", rank, *words]), (), note + more)
+        return Command(node, "train", quoted([*_launch(rank), *words]), (), note + more)
 
     if nodes <= MAX_WRITTEN:
         return [command(n, str(n)) for n in range(nodes)]

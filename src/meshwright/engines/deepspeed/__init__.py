@@ -16,6 +16,7 @@ from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import deepspeed_flags, read_launch
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer
 from meshwright.engines.training import TrainingEngine, from_launch
+from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.model import ModelSpec
@@ -86,7 +87,7 @@ class DeepSpeed(TrainingEngine):
     def emit(self, request: Request, version: str | None = None) -> Emission:
         """Configuration, host file and launcher command."""
         self.profile(version)
-        return emit(request)
+        return verified(self, request, emit(request))
 
     def read_log(self, lines: Iterable[str]) -> BootLog | None:
         """Memory lines of ``see_memory_usage``."""

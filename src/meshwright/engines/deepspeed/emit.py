@@ -6,7 +6,7 @@ import json
 
 from meshwright.engines.base import Emission, OutFile, Request
 from meshwright.engines.deepspeed.understand import WORKSPACE_BYTES
-from meshwright.engines.torchrun.emit import quoted, spread
+from meshwright.engines.torchrun.emit import INTERFACE, quoted, slurm_torchrun, spread, under
 from meshwright.engines.trainer_words import script_words
 from meshwright.engines.training import on_host
 from meshwright.errors import InputError
@@ -33,18 +33,22 @@ def emit(request: Request) -> Emission:
     _refuse(layout, work)
     nodes, per_node = spread(layout.world, request.cluster)
     files = [OutFile(CONFIG, json.dumps(config(request, work), indent=2) + "\n", "DeepSpeed's configuration")]
-    launcher = ["deepspeed", "--num_gpus", str(per_node)]
+    script = ["train.py", "--deepspeed", CONFIG, *script_words(request.model, layout, work)]
     note = "replace train.py by a script that reads the Trainer's arguments"
+    notes = (
+        (f"{layout.pp} stages: the script must build PipelineModule(num_stages={layout.pp})",) if layout.pp > 1 else ()
+    )
+    if under(request.deployment, nodes):
+        command, job = slurm_torchrun(script, layout.world, request.cluster)
+        return Emission((command,), (*files, job), (note, *notes))
+    launcher = ["deepspeed", "--num_gpus", str(per_node)]
     if nodes > 1:
         text = "".join(f"node-{n} slots={per_node}\n" for n in range(nodes))
         files.append(OutFile(HOSTS, text, "hosts and their devices"))
         launcher = ["deepspeed", "--hostfile", HOSTS]
-        note += f"; put the names of the {nodes} nodes in {HOSTS}, which ssh must reach without a password"
-    words = [*launcher, "train.py", "--deepspeed", CONFIG, *script_words(request.model, layout, work)]
-    notes = (
-        (f"{layout.pp} stages: the script must build PipelineModule(num_stages={layout.pp})",) if layout.pp > 1 else ()
-    )
-    return Emission((Command(0 if nodes > 1 else None, "train", quoted(words), (), note),), tuple(files), notes)
+        note += f"; put the names of the {nodes} nodes in {HOSTS}, which ssh must reach without a password; {INTERFACE}"
+    command = Command(0 if nodes > 1 else None, "train", quoted([*launcher, *script]), (), note)
+    return Emission((command,), tuple(files), notes)
 
 
 def _refuse(layout: Layout, work: Train) -> None:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from meshwright.engines.base import BootLog, Emission, FileReader, FlagTable, Invocation, Request
 from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import TORCHRUN_VERSION, read_launch, torchrun_flags
-from meshwright.engines.torchrun.emit import torchrun_commands
+from meshwright.engines.torchrun.emit import torchrun_emission
 from meshwright.engines.torchrun.profile import PROFILES
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer
 from meshwright.engines.trainer_words import no_muon, script_words
 from meshwright.engines.training import TrainingEngine, fill_dp, from_launch
+from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
@@ -103,7 +104,8 @@ class Torchrun(TrainingEngine):
         no_muon(work)
         words = ["train.py", *script_words(request.model, layout, work)]
         note = "replace train.py by a script that wraps its model in DistributedDataParallel"
-        return Emission(torchrun_commands(words, layout.world, request.cluster, (), note))
+        made = torchrun_emission(words, layout.world, request.cluster, request.deployment, (), note)
+        return verified(self, request, made)
 
     def read_log(self, lines: Iterable[str]) -> BootLog | None:
         """torchrun prints no memory."""

@@ -15,6 +15,7 @@ from meshwright.engines.transformers.config import as_config
 from meshwright.engines.transformers.emit import emit
 from meshwright.engines.transformers.profile import PROFILES
 from meshwright.engines.transformers.understand import understand
+from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.model import ModelSpec
@@ -84,7 +85,7 @@ class Transformers(TrainingEngine):
     def emit(self, request: Request, version: str | None = None) -> Emission:
         """DistributedConfig and torchrun commands."""
         self.profile(version)
-        return emit(request)
+        return verified(self, request, emit(request))
 
     def read_log(self, lines: Iterable[str]) -> BootLog | None:
         """transformers prints no memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from meshwright.engines.base import Emission, OutFile, Request
-from meshwright.engines.torchrun.emit import torchrun_commands
+from meshwright.engines.torchrun.emit import torchrun_emission
 from meshwright.engines.trainer_words import no_muon, script_words
 from meshwright.engines.training import on_host
 from meshwright.errors import InputError
@@ -32,7 +32,7 @@ def emit(request: Request) -> Emission:
     no_muon(work)
     words = ["train.py", "--distributed_config", CONFIG, *_words(request.model, layout, work)]
     files = (OutFile(CONFIG, json.dumps(config(request, work), indent=2) + "\n", "fields of DistributedConfig"),)
-    return Emission(torchrun_commands(words, layout.world, request.cluster, (), NOTE), files)
+    return torchrun_emission(words, layout.world, request.cluster, request.deployment, files, NOTE)
 
 
 def _words(model: str, layout: Layout, work: Train) -> list[str]:
@@ -67,7 +67,8 @@ def _refuse(layout: Layout, work: Train) -> None:
 def config(request: Request, work: Train) -> dict[str, object]:
     """Fields of ``DistributedConfig``."""
     layout = request.layout
-    replicas = layout.fsdp.replicas if layout.fsdp is not None and layout.zero == 3 else layout.dp
+    shards = layout.zero == 3
+    replicas = (layout.fsdp.replicas if layout.fsdp is not None else 1) if shards else layout.dp
     made: dict[str, object] = {
         "tp_size": layout.tp,
         "fsdp_size": layout.dp // replicas,
