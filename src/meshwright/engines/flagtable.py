@@ -164,14 +164,21 @@ def rejected(words: Sequence[str], table: FlagTable, positionals: int = 1) -> li
 def owners(word: str, engine: str) -> tuple[str, ...]:
     """Other engines (newest tables) that know a flag which ``engine`` does not: two engines' flags are mixed."""
     key = word.partition("=")[0]
+    spellings = tuple(json.dumps(k) for k in (key, key.replace("_", "-"), key.replace("-", "_").replace("__", "--", 1)))
     out = []
     for folder in sorted(p for p in Path(__file__).parent.iterdir() if p.is_dir() and p.name != engine):
         versions = sorted((p.stem.removeprefix("flags_") for p in folder.glob("flags_*.json")), key=_version_key)
-        if versions:
-            table = load_table(folder, versions[-1])
-            if _exact(key, table, _index(table)) is not None:
-                out.append(table.engine)
+        if not versions or not any(s in _text(folder, versions[-1]) for s in spellings):
+            continue
+        table = load_table(folder, versions[-1])
+        if _exact(key, table, _index(table)) is not None:
+            out.append(table.engine)
     return tuple(out)
+
+
+@lru_cache(maxsize=32)
+def _text(folder: Path, version: str) -> str:
+    return (folder / f"flags_{version}.json").read_text(encoding="utf-8")
 
 
 def is_option(word: str) -> bool:
