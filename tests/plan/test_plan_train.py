@@ -14,6 +14,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.train import parameter_counts, plan_train, state_bound
 from meshwright.plan.train_cost import bubble
 from meshwright.plan.train_memory import DEFAULT_ENGINE, train_memory
+from meshwright.report.as_json import plan_json
 from meshwright.specs.build import decoder
 from meshwright.specs.cluster import parse_cluster
 from meshwright.specs.layout import Layout, parse_layout
@@ -114,3 +115,11 @@ def test_the_text_names_the_schedules_own_form() -> None:
     ):
         reasons = {r.code: r.text for r in plan(SMALL, "8xH100", Train(global_batch=256), layout).reasons}
         assert form in reasons["pipeline"]
+
+
+def test_ranks_of_an_uneven_cut_are_all_listed() -> None:
+    """Our runtime cuts 32 heads over 3 ranks as 11 + 11 + 10: memory knows the classes of the placement."""
+    found = plan(SMALL, "6xH100", Train(global_batch=64), "tp=3,dp=2,zero=1")
+    rows = plan_json(found)["memory"]["ranks"]
+    assert [r["rank"] for r in rows] == list(range(6))
+    assert len({r["weights_bytes"] for r in rows}) > 1

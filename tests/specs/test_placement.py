@@ -326,3 +326,17 @@ def test_chunks_of_interleaved_and_folded_pipelines() -> None:
     assert [s.chunks for s in stated.stages] == [((0, 1, 2), (5, 6, 7)), ((3, 4), (8, 9))]
     for p in (dealt, folded, stated):
         check_tiling(p)
+
+
+def test_scales_that_no_exact_cut_divides_make_classes_of_their_own() -> None:
+    """90 blocks of scales over 32 ranks: some ranks touch 3, others 4; every rank finds its class."""
+    from meshwright import engines
+    from meshwright.specs.hf.read import read_model
+
+    placement = place(read_model("gpt-oss-120b"), Layout(dp=32), engines.profile("vllm"))
+    counts: dict[str, int] = {}
+    for rank in range(32):
+        name = placement.class_of(rank).name
+        counts[name] = counts.get(name, 0) + 1
+    assert counts == {c.name: c.ranks for c in placement.classes}
+    assert len(counts) == 2

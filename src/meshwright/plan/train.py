@@ -63,7 +63,7 @@ class TrainContext:
             IllegalLayoutError: the engine refuses the layout.
         """
         placement = place(self.spec, layout, self.profile, sections=("decoder", "vision"))
-        memory = train_memory(self.spec, layout, self.cluster, work, self.engine)
+        memory = train_memory(placement, layout, self.cluster, work, self.engine)
         return Candidate(layout, placement, memory, train_cost(placement, self.cluster, work), rules, work)
 
 

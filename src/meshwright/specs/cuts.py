@@ -26,6 +26,10 @@ EXPERT_LABELS = frozenset({"expert_mlp"})
 _MEMBERS = frozenset({"heads", "ssm_heads", "linear_v_heads"})
 _GROUPS = frozenset({"kv_heads", "ssm_groups", "linear_k_heads"})
 
+#: Labels whose share is rounded outward to whole units where an engine cuts into exact parts (scales of blocks), so
+#: that ranks may differ even then.
+_ROUNDED = frozenset({"mlp", "shared_mlp", "expert_mlp", "index_heads"})
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -214,8 +218,10 @@ class Cuts:
                 for segment in dim:
                     if segment.label == "experts" and family.role == "expert" and segment.units % self.grid.ep:
                         ep_alike = False
-                    if even:
+                    if even and segment.label not in _ROUNDED:
                         continue
+                    if segment.label in self._wide and segment.units % (self.grid.etp * self.grid.ep):
+                        etp_alike = ep_alike = False
                     if segment.label in EXPERT_LABELS and segment.units % self.grid.etp:
                         etp_alike = False
                     if segment.label in TP_LABELS and segment.units % self.layout.tp:
