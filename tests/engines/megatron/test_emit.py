@@ -14,7 +14,9 @@ from meshwright.engines.flagtable import rejected
 from meshwright.engines.launcher import read_launch
 from meshwright.engines.megatron import ENGINE
 from meshwright.engines.megatron.emit import emit
-from meshwright.errors import InputError
+from meshwright.errors import IllegalLayoutError, InputError
+from meshwright.plan.train_engine import engine_preset
+from meshwright.plan.train_memory import train_memory
 from meshwright.specs.build import Mamba, decoder
 from meshwright.specs.cluster import parse_cluster
 from meshwright.specs.layout import Fsdp, Layout
@@ -197,3 +199,19 @@ def test_a_planted_mistake_is_seen() -> None:
     made = emitted(spec, layout, work).commands[0].text
     words = shlex.split(made.replace(f"--tensor-model-parallel-size {layout.tp}", ""))
     assert ENGINE.parse(words, {}, lambda name: None).layout != layout
+
+
+def test_the_emitted_command_takes_what_was_planned() -> None:
+    """Bytes of the layout with the engine's preset are those of the command that was written for it."""
+    for spec, layout, work in layouts(5, 25):
+        words = shlex.split(emitted(spec, layout, work).commands[0].text)
+        found = ENGINE.parse(words, {}, lambda name: None)
+        assert isinstance(found.workload, Train)
+        options = dict(found.train_options)
+        engine = engine_preset(str(options.pop("preset")), **options)
+        try:
+            planned = train_memory(spec, layout, CLUSTER, work, engine_preset("megatron-core"))
+        except IllegalLayoutError:  # more parts than layers, which no layout string can fill
+            continue
+        again = train_memory(spec, found.layout, CLUSTER, found.workload, engine)
+        assert again.worst.total_bytes == planned.worst.total_bytes

@@ -34,11 +34,11 @@ MEASURED = [
     ("C187", LLAMA_8B + t(seq_len=131072) + p(context_parallel_degree=4) + FULL, 1, 84.0, "dp=2,cp=4,zero=3"),
     ("C188", LLAMA_8B + t(seq_len=262144) + CP8 + FULL, 1, 84.5, "cp=8,zero=3"),
     ("C190", BIG + p(pipeline_parallel_microbatch_size=4) + t(local_batch_size=32), 64, 82.5,
-     "tp=8,pp=8,dp=8,sp=on,zero=3,micro_batch=4,reshard_after_forward=off"),
+     "tp=8,pp=8,dp=8,sp=on,zero=3,micro_batch=4"),
     ("C192", BIG + t(local_batch_size=8, seq_len=32768), 64, 75.3,
-     "tp=8,pp=8,dp=8,sp=on,zero=3,reshard_after_forward=off"),
+     "tp=8,pp=8,dp=8,sp=on,zero=3"),
     ("C193", BIG + t(local_batch_size=8, seq_len=262144) + CP8, 64, 84.9,
-     "tp=8,pp=8,cp=8,sp=on,zero=3,reshard_after_forward=off"),
+     "tp=8,pp=8,cp=8,sp=on,zero=3"),
 ]  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def layouts(seed: int, count: int) -> Iterator[tuple[str, Layout, Train]]:
             etp=1 if ep > 1 else None,
             sp=tp > 1 and rng.random() < 0.7,
             zero=3 if sharded else 0,
-            fsdp=knobs if sharded and knobs != Fsdp() else None,
+            fsdp=knobs if sharded and knobs != Fsdp(reshard_after_forward=pp == 1) else None,
             schedule=schedule,  # type: ignore[arg-type]
             virtual=virtual,
             micro_batch=rng.choice((1, 2)),

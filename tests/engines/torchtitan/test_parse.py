@@ -9,6 +9,7 @@ from meshwright.engines.torchtitan.stages import split_parts
 from meshwright.errors import InputError
 from meshwright.specs.cluster import parse_cluster
 from meshwright.specs.hf.read import read_model
+from meshwright.specs.layout import Fsdp
 from meshwright.specs.workload import Train
 from tests.engines.torchtitan.commands import LLAMA_8B, p, parse, t
 
@@ -47,16 +48,17 @@ components = ["model", "loss"]
         (p(data_parallel_replicate_degree=8), "dp=8"),
         (p(data_parallel_shard_degree=2, context_parallel_degree=4), "dp=2,cp=4,zero=3"),
         (p(fsdp_reshard_after_forward="never"), "dp=8,zero=3,reshard_after_forward=off"),
-        (p(pipeline_parallel_degree=2), "pp=2,dp=4,zero=3,reshard_after_forward=off"),
-        (p(pipeline_parallel_degree=2, fsdp_reshard_after_forward="always"), "pp=2,dp=4,zero=3"),
+        (p(pipeline_parallel_degree=2), "pp=2,dp=4,zero=3"),
+        (p(pipeline_parallel_degree=2, data_parallel_replicate_degree=2),
+         "pp=2,dp=4,zero=3,reshard_after_forward=off,replicas=2"),
         (p(pipeline_parallel_degree=2, pipeline_parallel_schedule="interleaved1f1b"),
-         "pp=2,dp=4,zero=3,schedule=interleaved,virtual=2,reshard_after_forward=off"),
+         "pp=2,dp=4,zero=3,schedule=interleaved,virtual=2"),
         (p(pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble"),
-         "pp=2,dp=4,zero=3,schedule=zbv,reshard_after_forward=off"),
+         "pp=2,dp=4,zero=3,schedule=zbv"),
         (p(pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=2) + t(local_batch_size=8),
-         "pp=2,dp=4,zero=3,micro_batch=2,reshard_after_forward=off"),
+         "pp=2,dp=4,zero=3,micro_batch=2"),
         (p(pipeline_parallel_degree=2, module_fqns_per_model_part="tok_embeddings,layers.0,layers.1 layers.2,norm"),
-         "pp=2,dp=4,zero=3,stage_layers=2+1,reshard_after_forward=off"),
+         "pp=2,dp=4,zero=3,stage_layers=2+1"),
         (t(local_batch_size=4), "dp=8,zero=3,micro_batch=4"),
     ],
 )  # fmt: skip
@@ -81,6 +83,12 @@ def test_the_word_behind_the_flags_decides_checkpointing() -> None:
         assert found.workload.recompute == policy
     with pytest.raises(InputError, match="policy is one of"):
         parse(f"{LLAMA_8B} activation_checkpoint:some")
+
+
+def test_parameters_stay_gathered_under_a_pipeline_unless_told() -> None:
+    for policy, knobs, unsharded in (("default", None, True), ("always", Fsdp(), False), ("never", None, True)):
+        found = parse(LLAMA_8B + p(pipeline_parallel_degree=2, fsdp_reshard_after_forward=policy))
+        assert (found.layout.fsdp, found.train_options["fsdp_unsharded"]) == (knobs, unsharded)
 
 
 def test_precision() -> None:

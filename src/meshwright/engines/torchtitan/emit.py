@@ -64,7 +64,7 @@ def degrees(layout: Layout) -> list[str]:
     if layout.tp > 1:
         words.append(f"--parallelism.{'' if layout.sp else 'no_'}enable_sequence_parallel")
     if layout.zero == 3:
-        policy = "always" if knobs.reshard_after_forward else "never"
+        policy = "default" if layout.fsdp is None else "always" if knobs.reshard_after_forward else "never"
         words += ["--parallelism.fsdp_reshard_after_forward", policy]
     return words
 

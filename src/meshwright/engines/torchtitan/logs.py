@@ -118,6 +118,6 @@ def _layout(s: _State) -> Layout | None:
         etp=1 if ep > 1 else None,
         sp=m["tp"] > 1,
         zero=3 if sharded else 0,
-        fsdp=knobs if sharded and knobs != Fsdp() else None,
+        fsdp=knobs if sharded and m["dp_replicate"] > 1 else None,
         micro_batch=max(1, s.local) if m["pp"] == 1 else 1,
     )

@@ -105,14 +105,14 @@ def shards_of(s: Settings) -> int:
 
 
 def _knobs(s: Settings, copies: int, pp: int) -> Fsdp | None:
-    """FSDP settings; None where they are ``Fsdp()``'s own."""
+    """FSDP settings; None where they are torchtitan's own: under a pipeline parameters stay gathered."""
     policy = s.text("parallelism.fsdp_reshard_after_forward") or "default"
     knobs = Fsdp(
         reshard_after_forward=policy == "always" or (policy == "default" and pp == 1),
         param_dtype="f32" if s.text("training.mixed_precision_param") == "float32" else "bf16",
         replicas=copies,
     )
-    return None if knobs == Fsdp() else knobs
+    return None if knobs == Fsdp(reshard_after_forward=pp == 1) else knobs
 
 
 def _stages(s: Settings, pp: int, schedule: Schedule, layers: int | None) -> tuple[int, tuple[int, ...]]:
@@ -167,7 +167,7 @@ def options_from(s: Settings, layout: Layout) -> dict[str, object]:
     out["logit_bytes"] = LOGIT_BYTES / pieces
     out["async_tp"] = s.on("compile.enable_async_tensor_parallel")
     if layout.zero == 3 and layout.pp > 1:
-        out["fsdp_unsharded"] = layout.fsdp is not None and not layout.fsdp.reshard_after_forward
+        out["fsdp_unsharded"] = layout.fsdp is None or not layout.fsdp.reshard_after_forward
     return out
 
 

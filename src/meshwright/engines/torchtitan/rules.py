@@ -242,8 +242,8 @@ def _sharding(layout: Layout) -> Iterator[Rule]:
             replicas=knobs.replicas,
             ranks=layout.dp,
         )
-    gathers = knobs is None or knobs.reshard_after_forward
-    if layout.zero == 3 and layout.pp > 1 and gathers and layout.dp * layout.cp > 1:
+    again = knobs is not None and knobs.reshard_after_forward
+    if layout.zero == 3 and layout.pp > 1 and again and layout.dp * layout.cp > 1:
         yield broken(
             "zero3_under_pipeline",
             "unwise",
