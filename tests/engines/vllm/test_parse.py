@@ -190,6 +190,7 @@ def test_what_cannot_be_read_is_one_line(words: str, files: dict[str, str], line
         ("-dp 4 -dpn 4", "load_balancing", "illegal"),
         ("-dp 4 -dpn 1 -dph -dpl 2", "load_balancing", "illegal"),
         ("-dp 4 -dph", "load_balancing", "illegal"),
+        ("-dp 4 -dpe", "load_balancing", "illegal"),
         ("-dp 4 -dpl 8", "load_balancing", "illegal"),
         ("-dpn 0", "load_balancing", "illegal"),
         ("-dp 4 -dph -dpl 2 --headless", "load_balancing", "illegal"),
@@ -265,8 +266,13 @@ def test_findings_that_need_the_model_or_the_cluster() -> None:
     assert (wide.code, dict(wide.numbers)) == ("world_exceeds_node", {"world": 16, "devices": 8})
     for flags in ("--nnodes 2", "--distributed-executor-backend ray"):
         assert with_model(read(f"vllm serve m -tp 8 -pp 2 {flags}"), dense, cluster(2, 8)) == []
-    uneven = read("vllm serve m -tp 3 -ep --enable-eplb")
-    assert [r.code for r in with_model(uneven, experts, None)] == ["eplb_experts_even"]
+    for flags, expected in (
+        ("-tp 3", ["eplb_experts_even"]),
+        ("-tp 3 --eplb-config.num_redundant_experts=1", []),
+        ("""-tp 4 --eplb-config '{"num_redundant_experts": 2}'""", ["eplb_experts_even"]),
+        ("""-tp 4 --eplb-config '{"num_redundant_experts": 4}'""", []),
+    ):
+        assert [r.code for r in with_model(read(f"vllm serve m -ep --enable-eplb {flags}"), experts, None)] == expected
 
 
 def test_hostile_words_stay_words(tmp_path: Path) -> None:

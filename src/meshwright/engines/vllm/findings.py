@@ -6,11 +6,13 @@ Rules on the layout are in ``rules``; those that need the model or the cluster b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from meshwright.engines.base import Invocation
 from meshwright.engines.flagtable import owners
-from meshwright.engines.flagwords import Words, shown, unexpanded
+from meshwright.engines.flagwords import Words, shown, unexpanded, whole_number
 from meshwright.engines.vllm.program import Pasted
 from meshwright.engines.vllm.rules import balanced_experts, offline_replicas
 from meshwright.engines.vllm.settings import as_object, transfer_config
@@ -83,10 +85,20 @@ def with_model(invocation: Invocation, spec: ModelSpec, cluster: Cluster | None)
     if invocation.deployment == "external":
         found += offline_replicas(spec, layout)
     if given.get("--enable-eplb") == "true" and layout.ep > 1:
-        found += balanced_experts(spec, layout)
+        found += balanced_experts(spec, layout, _redundant(given))
     if cluster is not None:
         found += _one_node(invocation, layout, cluster)
     return found
+
+
+def _redundant(given: Mapping[str, str]) -> int:
+    """Redundant experts that ``--eplb-config`` asks for, whole or as a dotted piece."""
+    text = given.get("--eplb-config.num_redundant_experts")
+    if text is None:
+        with suppress(ValueError, RecursionError):
+            config = json.loads(given.get("--eplb-config", "{}"))
+            text = str(config.get("num_redundant_experts", 0)) if isinstance(config, dict) else None
+    return whole_number(text or "") or 0
 
 
 def _one_node(invocation: Invocation, layout: Layout, cluster: Cluster) -> Iterator[Rule]:
@@ -131,7 +143,7 @@ def _unknown(pasted: Pasted) -> Iterator[Rule]:
         if spelled in table.removed:
             instead = table.removed[spelled] or "leave it out"
             yield broken("flag_removed", severity, f"{name} has no {shown(word)} any more", _use(instead), where)
-        elif others := owners(word, "vllm"):
+        elif others := tuple(dict.fromkeys((*owners(spelled, "vllm"), *owners(word, "vllm")))):
             instead = _CALLED.get(spelled, "leave it out")
             message = f"{shown(word)} is a flag of {', '.join(others[:3])}, not of vLLM"
             yield broken("flags_mixed", "illegal", message, _use(instead), where)
@@ -227,6 +239,8 @@ def _load_balancing(words: Words, layout: Layout) -> Iterator[Rule]:
         yield _lb(f"external load balancing runs 1 replica a process, not {local}", "drop --data-parallel-size-local")
     if external and dp == 1:
         yield _lb("external load balancing with data parallel size 1", "set --data-parallel-size above 1")
+    if external and rank is None and dp > 1 and (words.whole("--nnodes", 1) or 1) == 1:
+        yield _lb(f"external load balancing of {dp} replicas does not say which this is", "add --data-parallel-rank")
     if rank is not None and not 0 <= rank < dp:
         yield _lb(f"data parallel rank {rank} of {dp} replicas", f"use 0 to {dp - 1}", rank=rank, dp=dp)
     if local is not None and local > dp:
