@@ -86,6 +86,16 @@ def test_no_peak_is_taken_out_of_a_static_share() -> None:
     assert any("sizes its cache without a trial step" in note for note in large.notes)
 
 
+def test_windowed_layers_have_fewer_slots() -> None:
+    """gpt-oss: half of 36 layers see a window; they get 0.8 slots for every slot of the others."""
+    spec, where = read_model("gpt-oss-120b"), parse_cluster("1x8xH100-SXM")
+    memory = serve_memory(place(spec, Layout(tp=8), SGLANG), where, Serve(isl=100_000, osl=1000), ServeSettings())
+    one = 1 * (64 + 64) * 2  # one of 8 KV heads a rank, keys and values of 64, bf16
+    assert memory.kv_bytes_per_token == pytest.approx(18 * one + 0.8 * 18 * one)
+    dense = serve_memory(place(read_model("qwen3-8b"), Layout(), SGLANG), where, Serve(), ServeSettings())
+    assert dense.kv_bytes_per_token == 36 * 8 * 256 * 2
+
+
 def test_a_share_of_what_is_free_scales_the_pool_alone() -> None:
     trtllm, where = profile("trtllm"), parse_cluster("1x1xH100-SXM")
     placed = place(read_model("qwen3-8b"), Layout(), trtllm)

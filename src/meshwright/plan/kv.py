@@ -43,6 +43,7 @@ class CacheRules:
         in_flight: tokens of one engine step; a windowed layer holds them beside its window.
         groups: layers of different kinds share one pool of equal blocks; False: every layer counts its own bytes.
         windows: blocks behind a window are freed.
+        window_share: where they are not, slots of windowed layers over those of full ones (SGLang's ratio).
         state_pages: pages a request holds of a recurrent state: 1, or 2 with prefix caching, which keeps a snapshot
             (off by default for recurrent models).
         speculative: draft tokens a step; each adds a state page and a convolution tap.
@@ -56,6 +57,7 @@ class CacheRules:
     in_flight: int = 8192
     groups: bool = True
     windows: bool = True
+    window_share: float = 1.0
     state_pages: int = 1
     speculative: int = 0
     uneven_group: float = 1.5
@@ -183,7 +185,17 @@ def layer_caches(spec: ModelSpec, tp: int, rules: CacheRules, mtp: bool = False)
         if id(layer) not in known:
             known[id(layer)] = [c for m in layer.mixers for c in _mixer_caches(index, m, tp, form, packed, rules)]
         out += [c if c.layer == index else replace(c, layer=index) for c in known[id(layer)]]
-    return tuple(out)
+    return _shared_out(layers, out, rules)
+
+
+def _shared_out(layers: tuple[Layer, ...], caches: list[LayerCache], rules: CacheRules) -> tuple[LayerCache, ...]:
+    """``caches`` with those of windowed layers at their share of slots."""
+    reach = [(a := layer.attention) is not None and a.reach is not None for layer in layers]
+    mixed = any(reach) and any(layer.attention and not seen for layer, seen in zip(layers, reach, strict=True))
+    if rules.windows or rules.window_share == 1 or not mixed:
+        return tuple(caches)
+    share = Fraction(rules.window_share).limit_denominator(1000)
+    return tuple(replace(c, token_bytes=c.token_bytes * share) if reach[c.layer] else c for c in caches)
 
 
 def _mixer_caches(index: int, mixer: Mixer, tp: int, form: str, packed: bool, rules: CacheRules) -> list[LayerCache]:

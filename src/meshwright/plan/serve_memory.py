@@ -80,6 +80,7 @@ def cache_rules(placement: Placement, settings: ServeSettings, constants: Engine
         in_flight=settings.max_num_batched_tokens,
         groups=constants.groups,
         windows=constants.windows,
+        window_share=constants.window_share,
         state_pages=constants.state_pages,
         speculative=settings.speculative_tokens if settings.speculative else 0,
     )

@@ -9,6 +9,7 @@ import pytest
 from meshwright.engines import load, profile
 from meshwright.engines.sglang import ENGINE
 from meshwright.errors import InputError
+from meshwright.specs.cluster import parse_cluster
 from meshwright.specs.hf.read import read_model
 from meshwright.specs.layout import parse_layout
 from tests.engines.sglang.commands import nothing, understood
@@ -216,3 +217,13 @@ def test_complete_without_experts_says_what_is_counted() -> None:
     found = understood(f"{LAUNCH} --tp-size 8 --attn-dp-size 2", read_model("qwen3-8b"))
     assert any("feed-forward blocks stay cut" in note for note in found.notes)
     assert ENGINE.complete(found, read_model("qwen3-8b"), cluster(1, 8)).layout == parse_layout("tp=4,dp=2")
+
+
+def test_sparse_attention_is_cached_in_fp8_on_blackwell_only() -> None:
+    spec, found = read_model("deepseek-v3.2"), understood(f"{LAUNCH} --tp-size 8")
+    for name, kept in (("B200", "f8_e4m3"), ("H200-SXM", "bf16")):
+        done = ENGINE.complete(found, spec, parse_cluster(f"1x8x{name}"))
+        assert done.settings is not None
+        assert done.settings.kv_dtype == kept
+    stated = understood(f"{LAUNCH} --tp-size 8 --kv-cache-dtype bf16")
+    assert ENGINE.complete(stated, spec, parse_cluster("1x8xB200")).settings == stated.settings

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from meshwright.engines import manifests
 from meshwright.engines.base import Deployment, Emission, OutFile, Request
 from meshwright.engines.sglang import words as w
+from meshwright.engines.sglang.parse import is_blackwell, is_sparse
 from meshwright.engines.sglang.pools import pool_rules
 from meshwright.errors import InputError
 from meshwright.specs.atlas import models
@@ -302,6 +303,9 @@ def _notes(server: Server, request: Request) -> tuple[str, ...]:
         )
     if server.ranks > 1:
         notes.append("in a container give 32 GiB of /dev/shm (--shm-size 32g): ranks of a node exchange through it")
+    spec = known_spec(request)
+    if spec is not None and is_sparse(spec) and is_blackwell(request.cluster) and "--kv-cache-dtype" not in server.base:
+        notes.append("on this device SGLang caches sparse attention in fp8 unless told otherwise; bf16 is counted")
     if "deepep" in server.base and server.nodes > 1:
         notes.append(
             "DeepEP between nodes needs NVSHMEM over InfiniBand (IBGDA); without it use --moe-a2a-backend none"

@@ -153,7 +153,23 @@ def complete(invocation: Invocation, spec: ModelSpec, cluster: Cluster) -> Invoc
                 "parallelism answers sooner"
             )
             found += _dense_blocks(given, invocation, spec)
-    return replace(invocation, layout=layout, notes=tuple(notes), findings=tuple(found))
+    settings = invocation.settings
+    if settings is not None and settings.kv_dtype == "auto" and is_sparse(spec):
+        settings = replace(settings, kv_dtype="f8_e4m3" if is_blackwell(cluster) else "bf16")
+        notes.append(f"sparse attention is cached in {settings.kv_dtype} on this device when nothing is said")
+    return replace(invocation, layout=layout, settings=settings, notes=tuple(notes), findings=tuple(found))
+
+
+def is_sparse(spec: ModelSpec) -> bool:
+    """Whether the model selects tokens (DeepSeek sparse attention)."""
+    return any(a.indexer is not None for a in splits(spec).attentions)
+
+
+def is_blackwell(cluster: Cluster) -> bool:
+    """Compute capability 10 or newer, where sparse attention is cached in fp8 by default
+    (``arg_groups/overrides.py:491 _dsa_kv_cache_dtype_default``)."""
+    major = cluster.device.capability.partition(".")[0]
+    return cluster.device.vendor == "nvidia" and major.isdecimal() and int(major) >= 10
 
 
 def _dense_blocks(given: Mapping[str, str], invocation: Invocation, spec: ModelSpec) -> list[Rule]:

@@ -54,7 +54,7 @@ class EngineMemory:
         moe_chunk_tokens: tokens that fused experts work on at once.
         mla_context_tokens: tokens of latent cache that are expanded at once in the profile run.
         graph_bytes, graph_layer_bytes: of one captured graph, and of each of its layers.
-        groups, windows, state_pages: see ``plan.kv.CacheRules``.
+        groups, windows, window_share, state_pages: see ``plan.kv.CacheRules``.
         mla_block_size, packed_block_size: least block of MLA kernels, and of DeepSeek-V4's packed pages.
         profiled: the engine runs a step before it sizes its cache and takes the peak out of the pool (vLLM); else
             activations and graphs live in what the static share leaves of the device (SGLang).
@@ -85,6 +85,7 @@ class EngineMemory:
     source: str
     profiled: bool = True
     share_of_free: bool = False
+    window_share: float = 1.0
 
 
 def version_key(version: str) -> tuple[int, ...]:
@@ -140,6 +141,7 @@ def engine_memory(engine: str, version: str) -> EngineMemory:
         source=now["rows"],
         profiled=raw.get("profiled", True),
         share_of_free=raw.get("share_of_free", False),
+        window_share=cache_rules.get("window_share", 1.0),
     )
 
 
