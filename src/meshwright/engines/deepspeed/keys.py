@@ -81,7 +81,9 @@ def flatten(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         if isinstance(value, Mapping) and (value or not path):
             stack += [(f"{path}.{k}" if path else k, v, depth + 1) for k, v in reversed(list(value.items()))]
         else:
-            out.append((path, json.dumps(value) if isinstance(value, (list, dict, bool)) else str(value)))
+            out.append(
+                (path, json.dumps(value) if value is None or isinstance(value, (list, dict, bool)) else str(value))
+            )
     return tuple(out)
 
 
