@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from meshwright.errors import IllegalLayoutError
@@ -35,7 +35,10 @@ MAX_REJECTED = 8
 
 @dataclass(frozen=True, slots=True)
 class ServeContext:
-    """What every candidate of one search shares; ``settings`` have every field resolved."""
+    """What every candidate of one search shares; ``settings`` have every field resolved.
+
+    ``rate_bounds``: requests a second by placement, counted once (placements live as long as the search).
+    """
 
     spec: ModelSpec
     cluster: Cluster
@@ -43,6 +46,7 @@ class ServeContext:
     profile: EngineProfile
     settings: ServeSettings
     calibration: Calibration | None = None
+    rate_bounds: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def sections(self) -> tuple[Section, ...]:

@@ -39,9 +39,11 @@ def rate_bound(ctx: ServeContext, candidate: Candidate) -> float:
     """Requests a second that a layout can finish at the peaks with as many in flight as it holds; no rate: infinite."""
     if ctx.workload.rate is None or not isinstance(candidate.memory, ServeMemory):
         return inf
-    most = candidate.memory.max_requests
-    full = serve_cost(candidate.placement, ctx.cluster, replace(ctx.workload, rate=None), most, ctx.settings)
-    return full.tokens_per_s / ctx.workload.osl
+    if id(candidate.placement) not in ctx.rate_bounds:
+        most = candidate.memory.max_requests
+        full = serve_cost(candidate.placement, ctx.cluster, replace(ctx.workload, rate=None), most, ctx.settings)
+        ctx.rate_bounds[id(candidate.placement)] = full.tokens_per_s / ctx.workload.osl
+    return ctx.rate_bounds[id(candidate.placement)]
 
 
 def missed(ctx: ServeContext, candidate: Candidate) -> str:
