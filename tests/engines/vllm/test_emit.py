@@ -194,6 +194,7 @@ def test_manifests_have_a_pod_a_node_with_devices_and_shared_memory() -> None:
         assert {"name": "NCCL_SOCKET_IFNAME", "value": "bond0"} in box["env"]
         assert pod["volumes"][0]["emptyDir"]["medium"] == "Memory"
         assert box["volumeMounts"][0]["mountPath"] == "/dev/shm"
+        assert ("readinessProbe" in box) == (role == "leaderTemplate")
     ray = manifest(emit("tp=8,pp=4", 4, "kuberay"), "rayjob.yaml")
     assert ray["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 3
     alone = manifest(emit("tp=8", 1, "kuberay"), "rayjob.yaml")

@@ -185,6 +185,9 @@ def _pod(
     }
     if command:
         body["command"] = command
+    if labels["role"] != "worker":  # loading takes minutes; traffic comes once /health answers
+        probe = {"httpGet": {"path": "/health", "port": API_PORT}, "periodSeconds": 10, "failureThreshold": 360}
+        body["readinessProbe"] = probe
     return {"metadata": {"labels": dict(labels)}, "spec": {"containers": [body], "volumes": [_LOCAL]}}
 
 
