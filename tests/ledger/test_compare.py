@@ -177,6 +177,7 @@ def test_a_lost_collective_is_one_difference_at_its_layer(drop: int, layer: int)
     assert result.total == 1
     assert result.first is not None
     assert (result.first.what, result.first.rank, result.first.layer) == ("missing", 1, layer)
+    assert result.first.name == STEPS[drop].name
 
 
 def test_an_extra_collective_says_where_it_was_issued() -> None:

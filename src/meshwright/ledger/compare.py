@@ -3,17 +3,18 @@
 For every recorded rank and every group of it the collectives and hand-offs are compared in order: op, group, peer,
 splits, shapes, dtype, bytes, layer, phase, step, micro-batch. Matrix products are compared as multisets, because
 independent products may run in any order: how many there are of each shape and dtype in each layer and phase. Other
-work on the device (norms, look-ups, attention cores) is not compared. Names, times and call sites are for people.
+work on the device (norms, look-ups, attention cores) is not compared. Names, times and call sites
+are for people.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 
 from meshwright.errors import InputError
+from meshwright.ledger.align import pairs
 from meshwright.ledger.schema import Entry, Ledger
 
 #: What is compared of a collective or hand-off. Where a value is None on one side those of ``MAYBE`` count as unknown.
@@ -38,8 +39,6 @@ PRODUCT = "matmul"
 
 #: Differences that are kept; all are counted.
 MAX_KEPT = 1000
-#: Entries between the first and the last difference up to which the two lists are aligned; beyond, place by place.
-MAX_ALIGNED = 1000
 #: Entries of one group of one rank, repetitions counted; a ledger with more is refused.
 MAX_UNFOLDED = 5_000_000
 
@@ -251,20 +250,16 @@ def _compare_stream(
     right: Sequence[Placed],
     fields: Sequence[str],
 ) -> None:
-    """Walk both lists; where they part, align what lies between their common beginning and end."""
+    """Walk both lists; where they part, align what lies between their common beginning and end.
+
+    Where one list is longer, names help to tell which of several equal entries is missing or too many.
+    """
     a, b = _unfolded(left), _unfolded(right)
-    keys_a, keys_b = ([_signature(e, fields) for _, e in rows] for rows in (a, b))
-    start = 0
-    while start < min(len(a), len(b)) and keys_a[start] == keys_b[start]:
-        start += 1
-    end = 0
-    while end < min(len(a), len(b)) - start and keys_a[-1 - end] == keys_b[-1 - end]:
-        end += 1
-    stop_a, stop_b = len(a) - end, len(b) - end
-    pairs: list[tuple[int | None, int | None]] = [(i, i) for i in range(start)]
-    pairs += _aligned(keys_a[start:stop_a], keys_b[start:stop_b], start)
-    pairs += [(stop_a + i, stop_b + i) for i in range(end)]
-    for i, j in pairs:
+    named = {e.name for _, e in a} & {e.name for _, e in b} if len(a) != len(b) else set()
+    keys_a, keys_b = (
+        [(*_signature(e, fields), e.name if e.name in named else None) for _, e in rows] for rows in (a, b)
+    )
+    for i, j in pairs(keys_a, keys_b):
         _compare_pair(out, rank, stream, a, b, i, j, fields)
 
 
@@ -274,21 +269,6 @@ def _unfolded(rows: Sequence[Placed]) -> list[Placed]:
     if count > MAX_UNFOLDED:
         raise InputError(f"{rows[0][1].group}: {count} entries of one rank; at most {MAX_UNFOLDED} are compared")
     return [row for row in rows for _ in range(row[1].count)]
-
-
-def _aligned(
-    a: Sequence[tuple[object, ...]], b: Sequence[tuple[object, ...]], base: int
-) -> Iterator[tuple[int | None, int | None]]:
-    """Pairs of places; None where one side has nothing."""
-    if max(len(a), len(b)) > MAX_ALIGNED:
-        blocks: list[tuple[str, int, int, int, int]] = [("replace", 0, len(a), 0, len(b))]
-    else:
-        blocks = [tuple(op) for op in SequenceMatcher(None, a, b, autojunk=False).get_opcodes()]  # type: ignore[misc]
-    for _, low_a, high_a, low_b, high_b in blocks:
-        both = min(high_a - low_a, high_b - low_b)
-        yield from ((base + low_a + i, base + low_b + i) for i in range(both))
-        yield from ((base + i, None) for i in range(low_a + both, high_a))
-        yield from ((None, base + i) for i in range(low_b + both, high_b))
 
 
 def _compare_pair(

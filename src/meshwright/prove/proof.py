@@ -176,7 +176,7 @@ def prove(
             return proof
     say("comparing")
     with _timed(proof, "comparison"):
-        _judge(proof, reference, ranks)
+        judge(proof, reference, ranks)
     return proof
 
 
@@ -241,8 +241,8 @@ class _timed:
         self.proof.seconds[self.part] = round(time.perf_counter() - self.began, 3)
 
 
-def _judge(proof: Proof, reference: RankProof, ranks: Sequence[RankProof]) -> None:
-    """Fill in the checks."""
+def judge(proof: Proof, reference: RankProof, ranks: Sequence[RankProof]) -> None:
+    """Fill in the checks of a proof whose prediction is made: ``reference`` of one process, ``ranks`` of the layout."""
     assert proof.predicted is not None
     proof.recorded = merged(rank.ledger for rank in ranks if rank.ledger is not None)
     proof.checks.append(_logits(ranks))

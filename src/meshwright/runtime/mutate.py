@@ -138,8 +138,9 @@ def _moved(p: Placement, at: Coordinate, hit: Callable[[Shard], bool], label: st
                 step = unit if intervals[number][-1][1] + unit <= full else -unit
                 intervals[number] = tuple((a + step, b + step) for a, b in intervals[number])
         shards.append(replace(shard, intervals=tuple(intervals)))
-    p.known[at.pp, p.place(at)] = tuple(shards)
-    return p
+    moved = replace(p)
+    moved.known[at.pp, p.place(at)] = tuple(shards)
+    return moved
 
 
 def _wrong_heads(p: Placement, at: Coordinate) -> Placement:
