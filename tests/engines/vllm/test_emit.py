@@ -196,6 +196,8 @@ def test_manifests_have_a_pod_a_node_with_devices_and_shared_memory() -> None:
         assert box["volumeMounts"][0]["mountPath"] == "/dev/shm"
         assert ("readinessProbe" in box) == (role == "leaderTemplate")
     ray = manifest(emit("tp=8,pp=4", 4, "kuberay"), "rayjob.yaml")
+    head = ray["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert "readinessProbe" not in head  # the job, which starts vLLM, waits until the pods are ready
     assert ray["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 3
     alone = manifest(emit("tp=8", 1, "kuberay"), "rayjob.yaml")
     assert "workerGroupSpecs" not in alone["spec"]["rayClusterSpec"]

@@ -185,7 +185,7 @@ def _pod(
     }
     if command:
         body["command"] = command
-    if labels["role"] != "worker":  # loading takes minutes; traffic comes once /health answers
+    if labels["role"] == "leader":  # not on Ray's head: its job starts vLLM only once the pods are ready
         probe = {"httpGet": {"path": "/health", "port": API_PORT}, "periodSeconds": 10, "failureThreshold": 360}
         body["readinessProbe"] = probe
     return {"metadata": {"labels": dict(labels)}, "spec": {"containers": [body], "volumes": [_LOCAL]}}
