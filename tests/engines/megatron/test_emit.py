@@ -208,6 +208,8 @@ def test_the_emitted_command_takes_what_was_planned() -> None:
         found = ENGINE.parse(words, {}, lambda name: None)
         assert isinstance(found.workload, Train)
         options = dict(found.train_options)
+        if "microbatch_group" in options:  # micro-batches that need another group than the preset's
+            continue
         engine = engine_preset(str(options.pop("preset")), **options)
         try:
             planned = train_memory(spec, layout, CLUSTER, work, engine_preset("megatron-core"))

@@ -30,8 +30,13 @@ def emit(request: Request, spec: ModelSpec | None = None) -> Emission:
     work = request.workload
     if not isinstance(work, Train):
         raise InputError("pretrain_gpt.py trains; ask for training, or serve with --engine vllm")
+    method = "block" if request.train_options.get("recompute_method") == "block" else "uniform"
     spec = spec or request.spec or read_model(request.model)
-    words = ["pretrain_gpt.py", *layout_words(request.layout, len(spec.layers)), *work_words(work, request.layout)]
+    words = [
+        "pretrain_gpt.py",
+        *layout_words(request.layout, len(spec.layers)),
+        *work_words(work, request.layout, method),
+    ]
     words += [*option_words(request, spec), *model_words(spec), *_data(spec)]
     notes = ("replace --mock-data and the tokenizer by your own (--data-path, --tokenizer-model)",)
     name = request.options.get("name", "megatron")
@@ -78,8 +83,8 @@ def _sharding(layout: Layout) -> list[str]:
     return ["--use-distributed-optimizer"] if layout.zero == 1 else []
 
 
-def work_words(work: Train, layout: Layout) -> list[str]:
-    """Lengths, batch, precision, optimizer, recomputation."""
+def work_words(work: Train, layout: Layout, method: str = "uniform") -> list[str]:
+    """Lengths, batch, precision, optimizer, recomputation (``method`` of ``--recompute-method``)."""
     words = ["--seq-length", str(work.seq), "--micro-batch-size", str(layout.micro_batch)]
     words += ["--global-batch-size", str(work.global_batch), "--optimizer", _OPTIMIZERS[work.optimizer]]
     if work.param_dtype == "bf16":
@@ -98,7 +103,6 @@ def work_words(work: Train, layout: Layout) -> list[str]:
         words += ["--recompute-granularity", "selective"]
     elif work.recompute == "full":
         layers = work.recompute_layers or 1
-        method = "uniform" if work.recompute_layers in {None, 1} else "block"
         words += ["--recompute-granularity", "full", "--recompute-method", method]
         words += ["--recompute-num-layers", str(layers)]
     if work.offload == "optimizer":
