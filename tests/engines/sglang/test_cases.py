@@ -153,3 +153,11 @@ def test_attention_replicas_are_for_many_requests() -> None:
         f"{LAUNCH} deepseek-ai/DeepSeek-V3 --tp 8 --dp 8 --enable-dp-attention", read_model("deepseek-v3")
     )
     assert any("at few requests plain tensor parallelism" in note for note in found.notes)
+
+
+def test_balancing_experts_is_no_cure_for_a_short_run() -> None:
+    """Pull 6739 and issue 6017: little gain in 300 prompts or on one node; a rebalance takes about 1.8 s."""
+    command = f"{LAUNCH} deepseek-ai/DeepSeek-V3 --tp-size 8 --ep-size 8 --enable-eplb"
+    found = understood(command, read_model("deepseek-v3"))
+    assert any("1.8 s" in note and "balancedness" in note for note in found.notes)
+    assert not any("1.8 s" in note for note in understood(f"{LAUNCH} m --tp-size 8 --ep-size 8").notes)
