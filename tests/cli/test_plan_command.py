@@ -259,3 +259,12 @@ def test_dtypes_of_the_engine_are_taken(run, dtype: str) -> None:
     code, out, _ = run("plan", "serve", "llama-3.1-8b", "--on", "1xH100", "--dtype", dtype, "--json")
     assert code == 0
     assert json.loads(out)["memory"]["worst"]["weights_bytes"] >> 30 == 14
+
+
+def test_nothing_to_type_where_the_engine_would_not_start(run) -> None:
+    code, out, _ = run("plan", "serve", "llama-3.1-70b", "--on", "8xRTX-4090", "--layout", "dp=8", "--json")
+    assert code == 1
+    assert json.loads(out)["commands"] == []
+    part = run("plan", "serve", "llama-3.1-8b", "--on", "1xH100", "--concurrency", "5000", "--json")
+    assert part[0] == 1
+    assert json.loads(part[1])["commands"], "a layout that holds a part of the requests starts"
