@@ -6,10 +6,10 @@ after its report is out.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,9 +21,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from meshwright.errors import InputError, MeshwrightError
-
-#: ``prctl`` option: this signal arrives when the parent dies (Linux, prctl(2)).
-PR_SET_PDEATHSIG = 1
 
 
 def rank_main(
@@ -39,12 +36,16 @@ def rank_main(
 ) -> None:
     """Body of a rank: sends ``("port", n)`` (rank 0), then ``("result", value)`` or ``("error", ...)``.
 
-    It leaves when the launcher closes the pipe, after every rank has reported: rank 0 holds the store for all, and a
-    closed connection would make others fail.
+    It leaves when the launcher closes the pipe: after every rank has reported, because rank 0 holds the store for all
+    and a closed connection would make others fail, or when the launcher is killed, so that no rank is orphaned.
     """
-    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
     torch.set_num_threads(1)
     try:
+        if rank:
+            port = pipe.recv()
+        watch = threading.Thread(target=_leave_with, args=(pipe,), daemon=True)
+        watch.start()
         if world > 1:
             _meet(rank, world, host, port, backend, timeout_s, pipe)
         report: tuple[Any, ...] = ("result", target(rank, *args))
@@ -54,26 +55,27 @@ def rank_main(
     sys.stderr.flush()
     try:
         pipe.send(report)
-        pipe.poll(timeout_s)
+        watch.join()
     finally:
         os._exit(0 if report[0] == "result" else 1)
 
 
-def _die_with_parent() -> None:
-    """No orphans: when the launcher is killed, so is the rank. Ctrl-C is the launcher's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _leave_with(pipe: Connection) -> None:
+    """Wait for the launcher to close its end, or to die, and leave at once."""
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        os._exit(0)
 
 
 def _meet(rank: int, world: int, host: str, port: int, backend: str, timeout_s: float, pipe: Connection) -> None:
-    """Rank 0 opens the rendezvous store (on a free port when ``port`` is 0), the others learn the port and join."""
+    """Rank 0 opens the rendezvous store (on a free port when ``port`` is 0) and tells the port; the others join."""
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
         store = open_store(host, port, world, timeout)
         pipe.send(("port", store.port))
     else:
-        store = TCPStore(host, pipe.recv(), world, False, timeout)
+        store = TCPStore(host, port, world, False, timeout)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
