@@ -60,6 +60,10 @@ REPLACED = {
     "--calculate-kv-scales": "scales in the checkpoint",
     "--max-num-partial-prefills": "nothing: chunked prefill takes as many as fit",
     "--max-long-partial-prefills": "--long-prefill-token-threshold",
+    "--num-redundant-experts": "--eplb-config.num_redundant_experts",
+    "--eplb-window-size": "--eplb-config.window_size",
+    "--eplb-step-interval": "--eplb-config.step_interval",
+    "--eplb-log-balancedness": "--eplb-config.log_balancedness",
 }
 
 

@@ -139,7 +139,7 @@ def plan_serve(
     pool = enumerate_serving(spec, cluster, workload, profile, ctx.budget_bytes, workload.concurrency)
     candidates: list[Candidate] = []
     rejected = list(pool.rejected)
-    long = beyond_positions(spec, workload)
+    long = beyond_positions(spec, workload, profile.engine)
     for option in pool.layouts:
         rules = (*profile.check(spec, option, cluster, workload), *long)
         try:
@@ -158,18 +158,18 @@ def plan_serve(
     return _searched(ctx, candidates, works, rejected)
 
 
-def beyond_positions(spec: ModelSpec, workload: Serve) -> tuple[Rule, ...]:
+def beyond_positions(spec: ModelSpec, workload: Serve, engine: str) -> tuple[Rule, ...]:
     """A warning where requests are longer than the positions that the model was made for."""
     asked, limit = workload.context, spec.max_positions
     if not limit or asked <= limit:
         return ()
     message = f"requests of {asked:,} tokens exceed the {limit:,} positions of the configuration"
-    cure = (
-        "shorten them, or extend the positions in config.json (rope scaling); vLLM refuses a longer --max-model-len "
-        "unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
-    )
+    cure, where = "shorten them, or extend the positions in config.json (rope scaling)", "max_position_embeddings"
+    if engine == "vllm":
+        cure += "; vLLM refuses a longer --max-model-len unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+        where = "vLLM config/model.py"
     numbers = (("context", asked), ("positions", limit))
-    return (Rule("context_beyond_positions", "unwise", message, cure, "vLLM config/model.py", numbers),)
+    return (Rule("context_beyond_positions", "unwise", message, cure, where, numbers),)
 
 
 def too_full(ctx: ServeContext, candidate: Candidate) -> Rejected:
@@ -260,7 +260,7 @@ def _short(ctx: ServeContext, candidates: list[Candidate], rejected: list[Reject
 
 def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: list[Rejected]) -> Plan:
     rules = tuple(explain_rules(ctx.spec, layout, ctx.profile, ctx.cluster, ctx.workload))
-    rules += beyond_positions(ctx.spec, ctx.workload)
+    rules += beyond_positions(ctx.spec, ctx.workload, ctx.profile.engine)
     broken = [r for r in rules if r.severity == "illegal"]
     chosen = None if broken else ctx.evaluate(layout, rules)
     fits = chosen is not None and chosen.fits

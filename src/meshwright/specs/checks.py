@@ -37,6 +37,10 @@ def named(values: Sequence[int], around: int, keep: int = 6) -> str:
     return ", ".join(map(str, sorted(sorted(values, key=lambda v: (abs(v - around), v))[:keep])))
 
 
+#: A link between nodes that is less slow than this keeps tensor parallelism (trays of one NVLink domain).
+MUCH_SLOWER = 1.5
+
+
 def world_fits(layout: Layout, cluster: Cluster | None) -> Iterator[Rule]:
     """The product of the degrees against the devices of the cluster."""
     if cluster is None:
@@ -73,6 +77,8 @@ def tp_inside_node(layout: Layout, cluster: Cluster | None) -> Iterator[Rule]:
     if layout.tp <= inside and inside % layout.tp == 0:
         return
     ratio = cluster.intra.bandwidth_bytes_s / max(1.0, cluster.inter.bandwidth_bytes_s)
+    if ratio < MUCH_SLOWER:
+        return
     fit = max(d for d in divisors(inside) if d <= layout.tp)
     yield broken(
         "tp_crosses_node",

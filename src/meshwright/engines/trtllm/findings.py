@@ -53,6 +53,30 @@ def of_words(words: Words, table: FlagTable, stated: bool) -> Iterator[Rule]:
             yield broken("flag_value", "illegal", problem, "correct the value", where)
 
 
+def of_cache(options: Mapping[str, object]) -> Iterator[Rule]:
+    """A cache that is capped below one sequence.
+
+    The C++ runtime refuses it (kvCacheManager.cpp); the PyTorch one shortens the sequences to what the blocks hold
+    (_torch/pyexecutor/resource_manager.py get_max_atten_window_upper_bound).
+    """
+    kv = options.get("kv_cache_config")
+    capped = kv.get("max_tokens") if isinstance(kv, dict) else None
+    asked, beams = options.get("max_seq_len"), options.get("max_beam_width", 1)
+    if not (isinstance(capped, int) and isinstance(asked, int) and isinstance(beams, int)):
+        return
+    if 0 < capped < asked * beams and beams > 0:
+        yield broken(
+            "cache_below_one_sequence",
+            "unwise",
+            f"kv_cache_config.max_tokens {capped} is below one sequence of {asked} tokens x {beams} beams: sequences are "
+            f"cut to {capped // beams}; older versions stop with 'maxTokensInPagedKvCache must be large enough'",
+            f"lower max_seq_len to {capped // beams}, or drop max_tokens and set free_gpu_memory_fraction",
+            "TensorRT-LLM kvCacheManager.cpp; _torch/pyexecutor/resource_manager.py",
+            max_tokens=capped,
+            max_seq_len=asked,
+        )
+
+
 def of_ranks(program: Program, layout: Layout) -> Iterator[Rule]:
     """Processes that MPI starts against the ranks of the layout."""
     if program.ranks is not None and program.ranks != layout.world:

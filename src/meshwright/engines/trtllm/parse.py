@@ -90,7 +90,7 @@ def parse(argv: Sequence[str], env: Mapping[str, str], read: FileReader, version
     positional = [w for w in words.positional if program.form != "bench" or w not in {"throughput", "latency"}]
     model = words.text("--model") or (positional[0] if positional else None) or _text(options.get("model"))
     invocation = understood(options, flags, model, [*notes, *said])
-    found += findings.of_ranks(program, invocation.layout)
+    found += [*findings.of_ranks(program, invocation.layout), *findings.of_cache(options)]
     return replace(
         invocation,
         nodes=program.nodes,
@@ -123,7 +123,8 @@ def parse_file(name: str, data: bytes, version: str | None = None) -> Invocation
     if sum(key in known for key in options) * 2 <= len(options):
         return None
     invocation = understood(options, flags, _text(options.get("model")), [])
-    return replace(invocation, findings=tuple(key_findings(options, flags.version, name)))
+    found = [*key_findings(options, flags.version, name), *findings.of_cache(options)]
+    return replace(invocation, findings=tuple(found))
 
 
 def understood(options: Options, flags: FlagTable, model: str | None, notes: Sequence[str]) -> Invocation:

@@ -148,7 +148,7 @@ def _unknown(pasted: Pasted) -> Iterator[Rule]:
             message = f"{shown(word)} is a flag of {', '.join(others[:3])}, not of vLLM"
             yield broken("flags_mixed", "illegal", message, _use(instead), where)
         else:
-            way = "name the version with --engine vllm-0.26, or leave it out"
+            way = "leave it out" if pasted.stated else "name the version with --engine vllm-0.26, or leave it out"
             yield broken("flag_unknown", severity, f"{name} knows no flag {shown(word)} and stops", way, where)
 
 
