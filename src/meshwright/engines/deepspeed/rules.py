@@ -158,10 +158,10 @@ def _pipeline(layout: Layout) -> Iterator[Rule]:
 def _experts(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
     """AutoEP: whole experts, equally many a rank; no pipeline in ZeRO-3, no Ulysses in ZeRO-3."""
     yield from (r for r in checks.experts(spec, layout) if r.code != "experts_uneven")
-    if layout.ep == 1:
-        return
     ranks = layout.dp * layout.cp * layout.tp
     etp = layout.etp or 1
+    if layout.ep == etp == 1:
+        return
     if ranks % (layout.ep * etp):
         yield broken(
             "ep_over_ranks",

@@ -1,30 +1,10 @@
-"""Profile of a plain script under torchrun: its parallelism is not known, its world is."""
+"""Profile of a plain script under torchrun: its parallelism is not known, so what holds for our own runtime counts."""
 
 from __future__ import annotations
 
 from meshwright.engines.own.profile import split_layers
-from meshwright.specs import checks
-from meshwright.specs.cluster import Cluster
-from meshwright.specs.layout import Layout
-from meshwright.specs.model import ModelSpec
+from meshwright.engines.own.rules import check
 from meshwright.specs.profile import EngineProfile
-from meshwright.specs.rules import Rule
-from meshwright.specs.workload import Train, Workload
-
-
-def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Workload | None) -> list[Rule]:
-    """What holds for every script: devices, stages, batches, experts."""
-    found = [
-        *checks.world_fits(layout, cluster),
-        *checks.stages(spec, layout, split_layers),
-        *checks.experts(spec, layout),
-        *checks.zero_needs_ranks(layout),
-        *checks.tp_inside_node(layout, cluster),
-    ]
-    if isinstance(workload, Train):
-        found += checks.batches(layout, workload)
-    return sorted(found, key=lambda rule: rule.severity != "illegal")
-
 
 TORCHRUN = EngineProfile(
     engine="torchrun",
