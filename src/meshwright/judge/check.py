@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from meshwright.specs.hf.read import read_model
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.rules import Rule
 
+#: Bytes of a file that are searched for signs of an engine.
+MAX_SIGNS = 1 << 16
+
 #: Engine -> words that its commands contain; only folders that may be meant are imported.
 HINTS: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
@@ -28,6 +31,22 @@ HINTS: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers", "distributed_config", "tp_plan", "--fsdp", "tp_size", "fsdp_size"),
     "torchrun": ("torchrun", "torch.distributed"),
 }
+
+#: Engine -> what stands in its configuration files; these engines are asked first, so that no other is imported.
+FILE_SIGNS: dict[str, tuple[bytes, ...]] = {
+    "deepspeed": (b'"zero_optimization"', b'"train_micro_batch_size_per_gpu"', b'"train_batch_size"'),
+    "accelerate": (b"distributed_type", b"fsdp_config"),
+    "transformers": (b'"tp_size"', b'"fsdp_size"', b'"tp_plan"'),
+}
+
+
+def readers(data: bytes) -> Iterator[Engine]:
+    """Engines that may know a configuration file: those whose signs it has, then the others, one at a time."""
+    head = data[:MAX_SIGNS]
+    signed = [e for e, signs in FILE_SIGNS.items() if any(sign in head for sign in signs)]
+    for name in dict.fromkeys([*signed, *HINTS]):
+        if name in engines.FOLDERS and engines.can_emit(name):
+            yield engines.load(name)
 
 
 def candidates(argv: Sequence[str]) -> list[str]:
@@ -131,9 +150,7 @@ def check_config(
     data = Folder(path.resolve().parent)(path.name)
     if data is None:
         raise InputError(f"{path}: no such file")
-    names = [engines.split_name(engine)[0]] if engine else candidates(())
-    for name in names:
-        found = engines.load(name)
+    for found in [engines.load(engine)] if engine else readers(data):
         invocation = found.parse_file(path.name, data)
         if invocation is not None:
             spec = model_of(found, invocation, model)
