@@ -10,11 +10,12 @@ from meshwright.engines import load
 from meshwright.errors import InputError
 from meshwright.specs.cluster import parse_cluster
 from meshwright.specs.hf.read import read_model
+from tests.engines.megatron.commands import LLAMA_8B as MEGATRON_8B
 from tests.engines.torchtitan.commands import LLAMA_8B as TITAN_8B
 
 CLUSTER = parse_cluster("4x8xH100-SXM@ib-400g")
 STARTS = {
-    "megatron": ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py"],
+    "megatron": f"torchrun --nproc-per-node 8 pretrain_gpt.py {MEGATRON_8B}".split(),
     "torchtitan": TITAN_8B.split(),
 }
 VALUES = [
