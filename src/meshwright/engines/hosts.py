@@ -87,6 +87,8 @@ def hosts_of(own: Words, read: FileReader | None) -> Hosts:
     findings = _exclusive(include, exclude, nodes, devices)
     if findings:
         return Hosts(nodes, devices, findings=findings, notes=notes)
+    if slots is None and path is None and not include:
+        return _alone(nodes, devices)
     if slots is None:
         return replace(_from_flags(include, nodes, devices), notes=notes)
     if include or exclude:
@@ -107,6 +109,22 @@ def hosts_of(own: Words, read: FileReader | None) -> Hosts:
     findings += _too_many(counts, devices)
     counts = [devices or c for c in counts]
     return Hosts(len(counts), counts[0], sum(counts), findings, notes)
+
+
+def _alone(nodes: int | None, devices: int | None) -> Hosts:
+    """No host file: the launcher starts on the node it is typed on (unless ``/job/hostfile`` exists)."""
+    note = f"no host file: only this node starts, unless {DEFAULT_FILE} names others"
+    if nodes is None or nodes == 1:
+        return Hosts(1, devices, notes=(note,))
+    rule = broken(
+        "nodes_without_hosts",
+        "unwise",
+        f"--num_nodes {nodes} without --hostfile: there are no other nodes unless {DEFAULT_FILE} names them",
+        "name a host file, one 'HOST slots=N' a line",
+        f"{_WHERE} main",
+        nodes=nodes,
+    )
+    return Hosts(nodes, devices, findings=(rule,))
 
 
 def _exclusive(include: str | None, exclude: str | None, nodes: int | None, devices: int | None) -> tuple[Rule, ...]:

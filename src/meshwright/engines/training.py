@@ -9,6 +9,7 @@ from meshwright.engines.base import FlagTable, Invocation, Request
 from meshwright.engines.launcher import Launch
 from meshwright.errors import InputError
 from meshwright.specs.checks import broken
+from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.profile import EngineProfile
 from meshwright.specs.rules import Rule
@@ -77,6 +78,13 @@ def fill_dp(layout: Layout, world: int) -> tuple[Layout, tuple[Rule, ...]]:
         )
         return layout.with_(dp=1), (rule,)
     return layout.with_(dp=world // other), ()
+
+
+def world_of(invocation: Invocation, cluster: Cluster) -> int:
+    """Processes in all: as stated, else every device of the stated nodes, else of the whole cluster (a file alone)."""
+    if invocation.devices is not None:
+        return invocation.devices
+    return cluster.devices if invocation.nodes is None else invocation.nodes * cluster.devices_per_node
 
 
 def on_host(request: Request) -> tuple[str, ...]:

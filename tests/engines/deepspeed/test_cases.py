@@ -110,8 +110,10 @@ def test_small_modules_under_stage_3(tmp_path: Path) -> None:
 
 def test_one_node_of_two_is_idle(tmp_path: Path) -> None:
     """C237: eight of sixteen devices work unless a host file names both nodes."""
-    found = pasted(tmp_path, RUN.format(8, "True"), "2x8xA100-80G", "llama-2-7b", ds__json=zero(2))
-    assert "devices_idle" in found.codes
+    for command in (RUN.format(8, "True"), RUN.replace("--num_gpus {}", "").format("True")):
+        found = pasted(tmp_path, command, "2x8xA100-80G", "llama-2-7b", ds__json=zero(2))
+        assert "devices_idle" in found.codes
+        assert found.verdict.invocation.layout.dp == 8
     command = RUN.replace("--num_gpus {}", "--hostfile h").format("True")
     both = pasted(tmp_path, command, "2x8xA100-80G", "llama-2-7b", ds__json=zero(2), h="a slots=8\nb slots=8\n")
     assert "devices_idle" not in both.codes

@@ -31,7 +31,9 @@ def launch(text: str, **env: str) -> Launch:
         ("srun -n 16 -N 2 python -u t.py --tp 2", 8, 2, 16),
         ("mpirun -np 16 -H a:8,b:8 -x NCCL_DEBUG --mca btl tcp python t.py --tp 2", 8, 2, 16),
         ("mpiexec -n 8 -ppn 4 python t.py --tp 2", 4, 2, 8),
-        ("deepspeed --num_gpus 8 t.py --tp 2", 8, None, 8),
+        ("deepspeed --num_gpus 8 t.py --tp 2", 8, 1, 8),
+        ("deepspeed --num_gpus 8 --num_nodes 2 t.py --tp 2", 8, 2, 16),
+        ("deepspeed t.py --tp 2", None, 1, None),
         ("deepspeed --include worker-0:0,1,2,3@worker-1:0,1,2,3 t.py --tp 2", 4, 2, 8),
         ("accelerate launch --num-processes 16 --num_machines 2 --machine_rank 0 t.py --tp 2", 8, 2, 16),
         ("python t.py --tp 2", None, None, 1),
@@ -65,6 +67,7 @@ def test_other_programs_are_not_launchers(text: str) -> None:
         ("srun -N 4 torchrun --nnodes 2 --node-rank 0 --master-addr a t.py", "nodes_disagree", "illegal"),
         ("srun -N 1 --ntasks-per-node 8 torchrun --nproc-per-node 8 t.py", "launchers_multiply", "illegal"),
         ("torchrun --tp 2 t.py", "unknown_flag", "illegal"),
+        ("deepspeed --num_gpus 8 --num_nodes 2 t.py", "nodes_without_hosts", "unwise"),
         ("deepspeed --num_gpus 4 --include a:0,1 t.py", "launcher_flags_exclude", "illegal"),
     ],
 )

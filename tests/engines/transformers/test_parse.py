@@ -137,7 +137,9 @@ def test_a_file_alone_is_completed_by_the_machine() -> None:
     assert found is not None
     assert ENGINE.complete(found, gqa(), cluster(1, 8)).layout.tp == 4
     trainer = ENGINE.parse(["torchrun", "--nproc-per-node", "gpu", "t.py", "--fsdp", "True"], {}, lambda _: None)
-    assert ENGINE.complete(trainer, gqa(), cluster(2, 8)).layout.dp == 16
+    done = ENGINE.complete(trainer, gqa(), cluster(2, 8))
+    assert isinstance(done.workload, Train)
+    assert (done.layout.dp, done.workload.global_batch) == (8, 8)
 
 
 def test_whole_checks_say_what_is_needed(tmp_path: Path) -> None:

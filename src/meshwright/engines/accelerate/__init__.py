@@ -15,7 +15,7 @@ from meshwright.engines.deepspeed.understand import understand as understand_dee
 from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import accelerate_flags, read_launch
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer
-from meshwright.engines.training import TrainingEngine
+from meshwright.engines.training import TrainingEngine, world_of
 from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
@@ -80,7 +80,7 @@ class Accelerate(TrainingEngine):
         flags = {k: v for k, v in invocation.given if k.startswith("-")}
         config, script = nested(invocation.given), script_of(invocation.given)
         if invocation.train_options.get("preset") == "deepspeed":
-            devices = invocation.devices or cluster.devices
+            devices = world_of(invocation, cluster)
             found = understand_deepspeed(config, script, devices, spec, cluster.device.memory_bytes)
         else:
             found = understand(config, flags, script, spec, cluster)

@@ -15,7 +15,7 @@ from meshwright.engines.deepspeed.understand import nested, script_of, understan
 from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import deepspeed_flags, read_launch
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer
-from meshwright.engines.training import TrainingEngine, from_launch
+from meshwright.engines.training import TrainingEngine, from_launch, world_of
 from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
@@ -72,7 +72,7 @@ class DeepSpeed(TrainingEngine):
 
     def complete(self, invocation: Invocation, spec: ModelSpec, cluster: Cluster) -> Invocation:
         """Data parallel degree, batch triple and buffers, for this model on these devices."""
-        devices = invocation.devices or cluster.devices
+        devices = world_of(invocation, cluster)
         config, script = nested(invocation.given), script_of(invocation.given)
         found = understand(config, script, devices, spec, cluster.device.memory_bytes)
         return replace(

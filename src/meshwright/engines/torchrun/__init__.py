@@ -12,7 +12,7 @@ from meshwright.engines.torchrun.emit import torchrun_emission
 from meshwright.engines.torchrun.profile import PROFILES
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer
 from meshwright.engines.trainer_words import no_muon, script_words
-from meshwright.engines.training import TrainingEngine, fill_dp, from_launch
+from meshwright.engines.training import TrainingEngine, fill_dp, from_launch, world_of
 from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
@@ -80,8 +80,7 @@ class Torchrun(TrainingEngine):
         """A world that the machine decides (``--nproc-per-node gpu``)."""
         if invocation.devices is not None:
             return invocation
-        nodes = invocation.nodes or cluster.nodes
-        layout, _ = fill_dp(invocation.layout, nodes * cluster.devices_per_node)
+        layout, _ = fill_dp(invocation.layout.with_(dp=1), world_of(invocation, cluster))
         assert isinstance(invocation.workload, Train)
         total = invocation.workload.global_batch * layout.dp // invocation.layout.dp
         return replace(invocation, layout=layout, workload=replace(invocation.workload, global_batch=total))

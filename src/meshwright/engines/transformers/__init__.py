@@ -10,7 +10,7 @@ from meshwright.engines.base import BootLog, Emission, FileReader, FlagTable, In
 from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import Launch, read_launch
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer, trainer_flags
-from meshwright.engines.training import TrainingEngine, from_launch
+from meshwright.engines.training import TrainingEngine, from_launch, world_of
 from meshwright.engines.transformers.config import as_config
 from meshwright.engines.transformers.emit import emit
 from meshwright.engines.transformers.profile import PROFILES
@@ -19,6 +19,7 @@ from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.model import ModelSpec
+from meshwright.specs.workload import Train
 
 #: Words of a script that state a degree one by one.
 SIZES = ("--tp_size", "--fsdp_size", "--dp_replicate_size", "--pp_size", "--ep_size", "--tp_plan")
@@ -71,15 +72,19 @@ class Transformers(TrainingEngine):
     def complete(self, invocation: Invocation, spec: ModelSpec, cluster: Cluster) -> Invocation:
         """Without a stated world: what the machine has is what is started."""
         layout = invocation.layout
-        if invocation.devices is not None or layout.world == cluster.devices:
+        world = world_of(invocation, cluster)
+        if invocation.devices is not None or layout.world == world:
             return invocation
         stated = dict(invocation.given)
         if "distributed_config.tp_plan" in stated and stated.get("distributed_config.tp_size") in {None, "None"}:
-            tp = max(1, cluster.devices // (layout.dp * layout.pp))
+            tp = max(1, world // (layout.dp * layout.pp))
             return replace(invocation, layout=layout.with_(tp=tp))
         if not any(key.startswith("distributed_config.") for key in stated):
-            dp = max(1, cluster.devices // (layout.tp * layout.pp))
-            return replace(invocation, layout=layout.with_(dp=dp))
+            dp = max(1, world // (layout.tp * layout.pp))
+            work = invocation.workload
+            assert isinstance(work, Train)
+            work = replace(work, global_batch=work.global_batch * dp // layout.dp)
+            return replace(invocation, layout=layout.with_(dp=dp), workload=work)
         return invocation
 
     def emit(self, request: Request, version: str | None = None) -> Emission:
