@@ -153,7 +153,8 @@ def prove(
     tokens = len(ids[0])
     _check_length(spec, tokens, new_tokens)
     mistake = mutation(mutate, placement, new_tokens) if mutate else None
-    scope = f"{len(ids)} prompts of {tokens} tokens and {new_tokens} new ones, f32, gloo on this machine"
+    many = "s" * (len(ids) > 1)
+    scope = f"{len(ids)} prompt{many} of {tokens} tokens and {new_tokens} new, f32, gloo on this machine"
     proof = Proof(spec.name, wanted, wanted.world, scope, mutate)
     request = Request(folder, str(wanted), len(ids), tokens, new_tokens, "f32", block_size, micro_batches)
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as scratch:
