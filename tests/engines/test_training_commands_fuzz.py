@@ -33,7 +33,7 @@ def test_random_commands(name: str) -> None:
     flags = [f.name for f in engine.flags().flags]
     parallel = [f for f in flags if "parallel" in f or "pipeline" in f or "layer" in f or "expert" in f or "batch" in f]
     understood, refused = 0, []
-    for _ in range(400):
+    for _ in range(200):
         words = list(STARTS[name])
         for _ in range(rng.randint(1, 8)):
             flag = rng.choice(parallel if rng.random() < 0.7 else flags)
@@ -48,6 +48,6 @@ def test_random_commands(name: str) -> None:
             understood += 1
         except InputError as error:
             refused.append(str(error))
-    assert understood > 50
-    assert len(refused) > 50
+    assert understood > 25
+    assert len(refused) > 25
     assert not [line for line in refused if "\n" in line or len(line) > 400]

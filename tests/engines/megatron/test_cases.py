@@ -47,8 +47,24 @@ def test_a_235b_mixture_needs_multiples_of_64_devices() -> None:
         assert [r.code for r in rules if r.severity == "illegal"] == [], nodes
 
 
+def test_devices_of_stages_and_experts() -> None:
+    """C254: tp 2, ep 8, pp 2 with whole experts need max(2, 8) x 2 = 16 devices; 8 do not hold the expert groups."""
+    sizes = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
+    mixture = replaced(
+        RUN, num_experts=128, moe_ffn_hidden_size=1536, tensor_model_parallel_size=2, sequence_parallel=True, **sizes
+    )
+    for nodes, starts in ((1, False), (2, True)):
+        command = mixture.replace("--nnodes 8", f"--nnodes {nodes}")
+        _, _, rules = judged(command, f"{nodes}x8xH100-SXM@ib-400g" if nodes > 1 else "1x8xH100-SXM")
+        refused = [r for r in rules if r.severity == "illegal"]
+        assert (refused == []) is starts, refused
+        if not starts:
+            assert refused[0].code == "expert_grid"
+            assert "ep 8 x etp 1 = 8 does not divide the 4 ranks" in refused[0].message
+
+
 def test_ulysses_degrees_that_do_not_divide_the_heads() -> None:
-    """C261 kind: 48 heads over 64 ranks do not start, over 16 they do."""
+    """C261: 48 heads over 64 ranks do not start, over 16 they do."""
     many = replaced(RUN, num_attention_heads=48, hidden_size=6144, group_query_attention=None, num_query_groups=None,
                     cp_comm_type="a2a", seq_length=65536, max_position_embeddings=65536)  # fmt: skip
     for degree, starts in ((64, False), (16, True)):

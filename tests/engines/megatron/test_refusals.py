@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from meshwright.engines.megatron import ENGINE
@@ -29,32 +31,32 @@ def illegal(rules: list[Rule], code: str) -> Rule:
     return found[0]
 
 
-#: Command, cluster, code, numbers of the message, a piece of the way out.
-CASES = [
+#: Command, cluster, code, numbers of the message, a piece of the way out, and the public case behind it.
+CASES: list[tuple[Any, ...]] = [
     # The example: 32 devices for tp 8 x pp 3.
     (replaced(f"torchrun pretrain_gpt.py {LLAMA_8B}", tensor_model_parallel_size=8, pipeline_model_parallel_size=3),
      "4x8xH100-SXM", "world_divides", ("32", "24"), "pp from 1, 2, 4"),
-    # C197: 46 layers over 4 stages.
+    # 46 layers over 4 stages.
     (replaced(RUN, num_layers=46, tensor_model_parallel_size=8, pipeline_model_parallel_size=4, sequence_parallel=True),
-     "4x8xH100-SXM", "layers_divide_pp", ("46", "4"), "--decoder-first-pipeline-num-layers 11"),
-    # C201: the same assertion without virtual stages.
+     "4x8xH100-SXM", "layers_divide_pp", ("46", "4"), "--decoder-first-pipeline-num-layers 11", "C197"),
+    # The same assertion without virtual stages.
     (replaced(ONE, pipeline_model_parallel_size=8, num_layers=30),
-     "1x8xH100-SXM", "layers_divide_pp", ("30", "8"), "pp from 1, 2, 3, 5, 6, 10"),
-    # C199: 80 layers, 16 stages, 2 chunks: 5 layers a stage do not divide.
+     "1x8xH100-SXM", "layers_divide_pp", ("30", "8"), "pp from 1, 2, 3, 5, 6, 10", "C201"),
+    # 80 layers, 16 stages, 2 chunks: 5 layers a stage do not divide.
     (replaced(RUN, num_layers=80, pipeline_model_parallel_size=16, num_virtual_stages_per_pipeline_rank=2,
               global_batch_size=64),
-     "4x8xH100-SXM", "stage_divides_chunks", ("5", "2", "80", "16"), "virtual from 1, 5"),
-    # C254 kind: ranks of a stage against ep x etp.
+     "4x8xH100-SXM", "stage_divides_chunks", ("5", "2", "80", "16"), "virtual from 1, 5", "C199"),
+    # Ranks of a stage against ep x etp.
     (replaced(MIXTRAL, num_experts=64, tensor_model_parallel_size=4, sequence_parallel=True,
               expert_model_parallel_size=16, expert_tensor_parallel_size=4, pipeline_model_parallel_size=2),
      "4x8xH100-SXM", "expert_grid", ("16", "4", "64", "16"), "ep from 1, 2, 4"),
-    # C260 kind: heads over Ulysses.
+    # Heads over Ulysses.
     (replaced(ONE, num_attention_heads=28, hidden_size=3584, num_query_groups=4, context_parallel_size=8,
               cp_comm_type="a2a"),
-     "1x8xH100-SXM", "heads_over_ulysses", ("28", "8"), "--cp-comm-type p2p"),
-    # C264 kind: sequence over context parallelism.
-    (replaced(ONE, seq_length=8200, max_position_embeddings=8200, context_parallel_size=8),
-     "1x8xH100-SXM", "sequence_over_cp", ("8200", "16"), "8208"),
+     "1x8xH100-SXM", "heads_over_ulysses", ("28", "8"), "--cp-comm-type p2p", "C260"),
+    # Sequence over context parallelism.
+    (replaced(ONE, seq_length=8200, max_position_embeddings=8200, context_parallel_size=8, cp_comm_type="a2a"),
+     "1x8xH100-SXM", "sequence_over_cp", ("8200", "16"), "8208", "C264"),
     (replaced(ONE, seq_length=1022, tensor_model_parallel_size=4, sequence_parallel=True),
      "1x8xH100-SXM", "sequence_over_sp", ("1022", "4"), "multiple of 4"),
     (replaced(RUN, num_attention_heads=40, hidden_size=5120, num_query_groups=8, tensor_model_parallel_size=16),
@@ -78,7 +80,11 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("command", "on", "code", "numbers", "way"), CASES, ids=[f"{c[2]}-{c[3][0]}" for c in CASES])
+@pytest.mark.parametrize(
+    ("command", "on", "code", "numbers", "way"),
+    [c[:5] for c in CASES],
+    ids=[f"{c[5]}-{c[2]}" if len(c) > 5 else f"{c[2]}-{i}" for i, c in enumerate(CASES)],
+)
 def test_refused_with_numbers_and_way_out(command: str, on: str, code: str, numbers: tuple[str, ...], way: str) -> None:
     _, _, rules = judged(command, on)
     rule = illegal(rules, code)
