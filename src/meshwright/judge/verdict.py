@@ -273,6 +273,14 @@ def misleading(spec: ModelSpec, invocation: Invocation, plan: Plan) -> tuple[tup
                 "every stage holds the layers it has for these N tokens; the stage with the fewest blocks decides",
             )
         )
+    if invocation.deployment == "ray" and layout.world > plan.cluster.devices_per_node:
+        out.append(
+            (
+                "No available node types can fulfill resource request {'node:IP': 0.001}",
+                "nodes are asked for by VLLM_HOST_IP, Ray knows them by the address of 'ray start': on every node give "
+                "both the same one (VLLM_HOST_IP=ADDRESS ray start --node-ip-address ADDRESS ...)",
+            )
+        )
     if invocation.engine == "vllm" and any(layer.recurrent or _limited(layer) for layer in spec.layers):
         out.append(
             (

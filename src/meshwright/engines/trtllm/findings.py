@@ -68,8 +68,8 @@ def of_cache(options: Mapping[str, object]) -> Iterator[Rule]:
         yield broken(
             "cache_below_one_sequence",
             "unwise",
-            f"kv_cache_config.max_tokens {capped} is below one sequence of {asked} tokens x {beams} beams: sequences are "
-            f"cut to {capped // beams}; older versions stop with 'maxTokensInPagedKvCache must be large enough'",
+            f"kv_cache_config.max_tokens {capped} is below one sequence of {asked} tokens x {beams} beams; they are "
+            f"cut to {capped // beams} tokens; older versions stop with 'maxTokensInPagedKvCache must be large enough'",
             f"lower max_seq_len to {capped // beams}, or drop max_tokens and set free_gpu_memory_fraction",
             "TensorRT-LLM kvCacheManager.cpp; _torch/pyexecutor/resource_manager.py",
             max_tokens=capped,
