@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.engines.deepspeed import ENGINE
 from meshwright.engines.deepspeed.batch import resolve
+from meshwright.engines.deepspeed.understand import WORKSPACE_BYTES
 from meshwright.errors import InputError
 from meshwright.specs.workload import Train
 from tests.specs.builders import gqa
@@ -264,3 +265,29 @@ def test_log_lines() -> None:
     assert [h.bytes for h in log.holdings] == [int(3.5 * 2**30), 4 * 2**30]
     assert log.version == "0.19.8"
     assert ENGINE.read_log(["nothing"]) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--per_device_train_batch_size", "4"], ["--gradient_accumulation_steps=3"], ["--fp16", "True"]],
+)
+def test_the_trainer_refuses_other_numbers(words: list[str]) -> None:
+    """transformers' fill_match: a number that is not auto must be the argument's."""
+    made = {**BASE, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    assert codes(made, *words) == {("trainer_mismatch", "illegal")}
+    same = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps=2", "--bf16"]
+    assert codes(made, *same) == set()
+
+
+def test_automatic_buckets_follow_the_width() -> None:
+    """transformers: reduce_bucket_size auto is hidden size squared."""
+    config = {**BASE, "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}
+    found = ENGINE.parse(RUN, {}, {"ds.json": json.dumps(config).encode()}.get)
+    done = ENGINE.complete(found, gqa(hidden=1024), cluster(1, 8))
+    assert done.train_options["workspace_bytes"] == WORKSPACE_BYTES + 2 * 1024 * 1024
+
+
+def test_hybrid_engine_is_said() -> None:
+    config = {**BASE, "zero_optimization": {"stage": 3}, "hybrid_engine": {"enabled": True}}
+    found = ENGINE.parse(RUN, {}, {"ds.json": json.dumps(config).encode()}.get)
+    assert any("hybrid_engine" in note for note in found.notes)

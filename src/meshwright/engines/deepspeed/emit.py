@@ -72,10 +72,13 @@ def _refuse(layout: Layout, work: Train) -> None:
 
 
 def config(request: Request, work: Train) -> dict[str, object]:
-    """The JSON object; every degree and number that matters is written out."""
+    """The JSON object; every degree and number that matters is written out.
+
+    ``train_batch_size`` follows from the other two: the Trainer computes it from all processes, tensor and sequence
+    parallel ones included, and refuses another one. The learning rate is the script's (``auto``).
+    """
     layout = request.layout
     made: dict[str, object] = {
-        "train_batch_size": work.global_batch,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": work.global_batch // (layout.dp * layout.micro_batch),
         "zero_optimization": _zero(request, work),
@@ -95,7 +98,7 @@ def config(request: Request, work: Train) -> dict[str, object]:
         made["data_types"] = {"grad_accum_dtype": _DTYPES[work.grad_dtype]}
     kind = {"adamw": "AdamW", "muon": "Muon"}.get(work.optimizer)
     if kind is not None:
-        made["optimizer"] = {"type": kind, "params": {"lr": 1e-5}}
+        made["optimizer"] = {"type": kind, "params": {"lr": "auto"}}
     if layout.tp > 1:
         made["tensor_parallel"] = {"autotp_size": layout.tp}
     if layout.cp > 1:

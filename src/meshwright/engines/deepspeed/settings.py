@@ -50,6 +50,7 @@ class Settings:
         checkpointing: ``activation_checkpointing`` asks for something.
         automatic: keys that are ``auto``.
         both: bf16 and fp16 are both on.
+        hybrid: the hybrid engine (training and generation in turns) is on.
         data_parallel: ``data_parallel_size`` beside ``sequence_parallel_size``.
     """
 
@@ -81,6 +82,7 @@ class Settings:
     checkpointing: bool = False
     automatic: tuple[str, ...] = ()
     both: bool = False
+    hybrid: bool = False
     data_parallel: int | None = None
 
     @property
@@ -148,6 +150,7 @@ def read_settings(config: Mapping[str, Any], script: TrainerArgs) -> Settings:
         ),
         automatic=tuple(_automatic(config)),
         both=both,
+        hybrid=_on(inside(config, "hybrid_engine.enabled")),
         data_parallel=None
         if config.get("data_parallel_size") is None
         else _degree(config["data_parallel_size"], "data_parallel_size"),

@@ -47,8 +47,10 @@ def understand(
         InputError: a count that is no positive whole number.
     """
     s = read_settings(config, script)
+    if spec is not None:
+        s = filled(s, spec.hidden)
     layout = Layout(tp=s.tp, pp=s.pp, cp=s.sp, ep=s.ep, etp=s.etp, zero=s.stage)
-    findings = [*check_keys(config), *script.findings, *contradictions(s, config)]
+    findings = [*check_keys(config), *script.findings, *contradictions(s, config), *mismatches(s, script)]
     notes: tuple[str, ...] = _notes(s, script)
     total = s.batch or s.micro or 1
     if devices is not None:
@@ -76,6 +78,47 @@ def understand(
         findings=tuple(findings),
         notes=notes,
     )
+
+
+def filled(s: Settings, hidden: int) -> Settings:
+    """Buckets that are ``auto``: Hugging Face's integration takes them from the width of the model.
+
+    Source: transformers ``integrations/deepspeed.py`` trainer_config_finalize.
+    """
+    zero = "zero_optimization."
+    if f"{zero}reduce_bucket_size" in s.automatic:
+        s = replace(s, reduce_bucket=hidden * hidden)
+    if f"{zero}stage3_prefetch_bucket_size" in s.automatic:
+        s = replace(s, prefetch_bucket=int(0.9 * hidden * hidden))
+    return s
+
+
+def mismatches(s: Settings, script: TrainerArgs) -> Iterable[Rule]:
+    """Numbers that the JSON and the script's arguments both state, and differently: the Trainer refuses them."""
+    pairs = (
+        ("train_micro_batch_size_per_gpu", s.micro, "--per_device_train_batch_size", script.micro_batch),
+        ("gradient_accumulation_steps", s.accumulation, "--gradient_accumulation_steps", script.accumulation),
+    )
+    for key, stated, flag, given in pairs:
+        if stated is not None and given is not None and stated != given:
+            yield broken(
+                "trainer_mismatch",
+                "illegal",
+                f"{key} {stated} in DeepSpeed's configuration, {flag} {given}: the Trainer refuses to start",
+                f'set {key} to "auto", or give both the same',
+                "transformers integrations/deepspeed.py fill_match",
+                configuration=stated,
+                argument=given,
+            )
+    if script.dtype in {"bf16", "f16"} and s.dtype not in {script.dtype, "f32"}:
+        flag = "--bf16" if script.dtype == "bf16" else "--fp16"
+        yield broken(
+            "trainer_mismatch",
+            "illegal",
+            f"{flag} and {s.dtype} weights in DeepSpeed's configuration: the Trainer refuses to start",
+            'set bf16.enabled and fp16.enabled to "auto"',
+            "transformers integrations/deepspeed.py fill_match",
+        )
 
 
 def workload(s: Settings, script: TrainerArgs, total: int) -> Train:
@@ -261,6 +304,8 @@ def _notes(s: Settings, script: TrainerArgs) -> tuple[str, ...]:
         notes.append(f"auto ({few}): taken from the script's arguments, else DeepSpeed's default ({s.dtype} weights)")
     if script.seq is None:
         notes.append(f"no sequence length is stated: {DEFAULT.seq} tokens are assumed")
+    if s.hybrid:
+        notes.append("hybrid_engine: the memory of its generation (max_out_tokens) is not counted")
     if s.pp > 1:
         notes.append(f"pipeline.stages {s.pp}: the script must build PipelineModule(num_stages={s.pp})")
     return tuple(notes)
