@@ -44,9 +44,12 @@ def test_one_process_equals_transformers(checkpoint: Folder, name: str) -> None:
         ("qwen3", "tp=2"),
     ],
 )
-def test_layout_equals_transformers(checkpoint: Folder, name: str, layout: str) -> None:
+def test_layout_equals_transformers_and_one_process(checkpoint: Folder, name: str, layout: str) -> None:
     folder = checkpoint(name)
-    tiny.assert_same(tiny.on_ranks(tiny.job(folder, layout)), tiny.oracle(folder))
+    found = tiny.on_ranks(tiny.job(folder, layout))
+    tiny.assert_same(found, tiny.oracle(folder))
+    single = tiny.alone(tiny.job(folder, "tp=1"))
+    tiny.assert_same(found, (list(single.tokens.values()), list(single.logits.values())))
 
 
 def test_ranks_deal_the_uneven_sizes_as_placed(checkpoint: Folder) -> None:
