@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -58,6 +59,7 @@ class Call:
         return dtype_name(self.tensors[0].dtype) if self.tensors else None
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` as ``bf16``; types without a name here keep torch's."""
     text = str(dtype).removeprefix("torch.")
