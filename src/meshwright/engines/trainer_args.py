@@ -171,3 +171,23 @@ def _removed(unknown: Sequence[str], table: FlagTable) -> tuple[Rule, ...]:
                 )
             )
     return tuple(found)
+
+
+def both_checkpoint(own: bool | None, script: TrainerArgs) -> tuple[Rule, ...]:
+    """FSDP's activation checkpointing beside the Trainer's: it refuses to start with both."""
+    if not own or not script.recompute:
+        return ()
+    return (
+        broken(
+            "checkpointing_twice",
+            "illegal",
+            "activation checkpointing is on in FSDP's configuration and in the Trainer's arguments: it refuses both",
+            "keep FSDP's and drop --gradient_checkpointing",
+            "transformers trainer.py:879",
+        ),
+    )
+
+
+def recomputed(work: Train, own: bool | None, script: TrainerArgs) -> Train:
+    """The workload with full recompute when either of the two asks for it."""
+    return replace(work, recompute="full" if own or script.recompute else "none")

@@ -216,3 +216,13 @@ def test_missing_files_and_scripts() -> None:
         ENGINE.parse(RUN, {}, {"f.yaml": b"a: 1"}.get)
     with pytest.raises(InputError, match="names no script"):
         ENGINE.parse(RUN[:-1], {}, {"f.yaml": dump(config()).encode()}.get)
+
+
+def test_checkpointing_of_both_is_refused() -> None:
+    """transformers trainer.py: FSDP's and the Trainer's activation checkpointing exclude each other."""
+    made = config({"fsdp_activation_checkpointing": True})
+    assert codes(made, "--gradient_checkpointing") == {("checkpointing_twice", "illegal")}
+    for words in ([], ["--gradient_checkpointing", "False"]):
+        found = ENGINE.parse([*RUN, *words], {}, {"f.yaml": dump(made).encode()}.get)
+        assert isinstance(found.workload, Train)
+        assert (found.workload.recompute, found.findings) == ("full", ())

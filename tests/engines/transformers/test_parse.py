@@ -193,3 +193,9 @@ def test_malformed_sizes_are_one_line(value: str) -> None:
 def test_substitutions_are_not_expanded() -> None:
     with pytest.raises(InputError, match="shell variable"):
         ENGINE.parse(["torchrun", "--nproc-per-node", "$(nproc)", "t.py", "--tp_size", "2"], {}, lambda _: None)
+
+
+def test_checkpointing_of_both_is_refused() -> None:
+    config = json.dumps({"activation_checkpointing": True})
+    found = parsed("--fsdp", "True", "--fsdp_config", config, "--activation_checkpointing", "True")
+    assert [r.code for r in found.findings] == ["checkpointing_twice"]

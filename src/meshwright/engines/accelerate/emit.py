@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 from meshwright.engines.base import Emission, OutFile, Request
 from meshwright.engines.plainyaml import dump
@@ -32,7 +33,8 @@ def emit(request: Request) -> Emission:
     nodes, per_node = spread(layout.world, request.cluster)
     offload = "parameters" in on_host(request)
     text = dump(config(layout, work, nodes, offload))
-    words = ["train.py", *script_words(request.model, layout, work)]
+    by_fsdp = replace(work, recompute="none") if layout.zero == 3 else work
+    words = ["train.py", *script_words(request.model, layout, by_fsdp)]
     note = "replace train.py by a script that reads the Trainer's arguments"
     files = (OutFile(CONFIG, text, "accelerate's configuration, the same on every node"),)
     if under(request.deployment, nodes):

@@ -15,7 +15,7 @@ from meshwright.engines.deepspeed.understand import DEFAULT
 from meshwright.engines.deepspeed.understand import understand as understand_deepspeed
 from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import ACCELERATE_VERSION
-from meshwright.engines.trainer_args import TrainerArgs
+from meshwright.engines.trainer_args import TrainerArgs, both_checkpoint, recomputed
 from meshwright.engines.training import fill_dp
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
@@ -39,6 +39,7 @@ def understand(
     s = read_settings(config, flags, script.dtype)
     world = s.processes or (cluster.devices if cluster is not None else None)
     findings = [*(check_keys(config) if config else ()), *script.findings, *plugin_rules(s)]
+    findings += both_checkpoint(s.sharded and s.checkpointing, script)
     if cluster is not None and s.kind == "FSDP" and not s.cpu:
         findings += check_device(cluster)
     on_cpu = s.cpu or (cluster is not None and cluster.device.kind == "cpu")
@@ -103,9 +104,8 @@ def workload(s: Settings, script: TrainerArgs, total: int) -> Train:
         param_dtype=s.dtype if s.sharded else "f32",
         grad_dtype="f32",
         master_weights=True,
-        recompute="full" if s.checkpointing else "none",
     )
-    work = script.train(base)
+    work = recomputed(script.train(base), s.checkpointing, script)
     return work if s.sharded or not mixed else replace(work, param_dtype="f32")
 
 

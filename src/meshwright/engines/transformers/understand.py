@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.engines.base import Invocation
-from meshwright.engines.trainer_args import TRAINER_VERSION, TrainerArgs
+from meshwright.engines.trainer_args import TRAINER_VERSION, TrainerArgs, both_checkpoint, recomputed
 from meshwright.engines.training import fill_dp
 from meshwright.engines.transformers.config import Settings, read_config, trainer_fsdp
 from meshwright.specs.checks import broken
@@ -40,6 +40,7 @@ def understand(
     else:
         s, findings = trainer_fsdp(script.fsdp or "", fsdp_config or {})
     layout, wrong = layout_of(s, script, world, mixed=s.mixed or script.dtype in {"bf16", "f16"})
+    wrong += both_checkpoint(s.checkpointing, script)
     notes = [f"no sequence length is stated: {DEFAULT.seq} tokens are assumed"] if script.seq is None else []
     if script.micro_batch is None:
         notes.append("no batch is stated: one sequence a device is assumed")
@@ -110,9 +111,7 @@ def workload(s: Settings, script: TrainerArgs, layout: Layout) -> Train:
         base = replace(base, param_dtype="bf16" if layout.zero == 3 else "f32")
     else:
         base = replace(base, grad_dtype="bf16", master_weights=False, state_dtype="bf16")
-    if s.checkpointing is not None:
-        base = replace(base, recompute="full" if s.checkpointing else "none")
-    return script.train(base)
+    return recomputed(script.train(base), s.checkpointing, script)
 
 
 def options(s: Settings) -> dict[str, object]:
