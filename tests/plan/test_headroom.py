@@ -33,6 +33,8 @@ def test_reserve_of_eight_ranks_on_h100_by_hand() -> None:
     assert reserved_mib(constants, device, 1024, Layout(tp=1), mla=False) == 10240  # the floor above 60 GiB
     few = reserved_mib(constants, device, 8192, Layout(tp=8), mla=False, requests=16)
     assert few == by_hand - (512 - 16) * 2
+    small = parse_cluster("1x1xRTX-4090").device
+    assert reserved_mib(constants, small, 100, Layout(), mla=True) == 512 + 2048 * 1.5 + 128 + 48 * 2 + 1536
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,12 @@ def test_sparse_attention_is_cached_in_fp8_on_blackwell_only() -> None:
         assert done.settings.kv_dtype == kept
     stated = understood(f"{LAUNCH} --tp-size 8 --kv-cache-dtype bf16")
     assert ENGINE.complete(stated, spec, parse_cluster("1x8xB200")).settings == stated.settings
+
+
+@pytest.mark.parametrize(
+    "backend",
+    "deepep deepep_v2 mooncake nixl mori flashinfer megamoe flashinfer_megamoe pplx ascend_fuseep".split(),
+)
+def test_all_to_all_backends_span_every_rank(backend: str) -> None:
+    assert understood(f"{LAUNCH} --tp-size 8 --attn-dp-size 8 --moe-a2a-backend {backend}").layout.ep == 8
+    assert understood(f"{LAUNCH} --tp-size 8 --attn-dp-size 8 --moe-a2a-backend none").layout.ep == 1

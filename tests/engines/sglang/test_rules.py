@@ -104,3 +104,12 @@ def test_ranks_count_attention_replicas_inside_a_stage() -> None:
     placed = place(builders.moe(experts=8), parse_layout("tp=2,dp=2,pp=2"), PROFILE)
     assert placed.coordinate(5) == replace(placed.coordinate(5), dp=0, pp=1, tp=1)
     assert [placed.rank(Coordinate(dp=dp, pp=1, tp=0)) for dp in (0, 1)] == [4, 6]
+
+
+def test_shared_experts_stay_whole_where_tokens_travel() -> None:
+    """2048 / 32 ends inside a block of 128; with an all-to-all the shared experts are not cut at all."""
+    spec = read_model("deepseek-v3")
+    cut = PROFILE.check(spec, parse_layout("tp=2,dp=16"), None, None)
+    whole = PROFILE.check(spec, parse_layout("tp=2,dp=16,ep=32"), None, None)
+    assert any("shared expert" in rule.message for rule in cut)
+    assert not any("shared expert" in rule.message for rule in whole)
