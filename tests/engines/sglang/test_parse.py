@@ -231,7 +231,18 @@ def test_sparse_attention_is_cached_in_fp8_on_blackwell_only() -> None:
 
 @pytest.mark.parametrize(
     "backend",
-    "deepep deepep_v2 mooncake nixl mori flashinfer megamoe flashinfer_megamoe pplx ascend_fuseep".split(),
+    [
+        "deepep",
+        "deepep_v2",
+        "mooncake",
+        "nixl",
+        "mori",
+        "flashinfer",
+        "megamoe",
+        "flashinfer_megamoe",
+        "pplx",
+        "ascend_fuseep",
+    ],
 )
 def test_all_to_all_backends_span_every_rank(backend: str) -> None:
     assert understood(f"{LAUNCH} --tp-size 8 --attn-dp-size 8 --moe-a2a-backend {backend}").layout.ep == 8
