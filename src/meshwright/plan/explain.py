@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.plan.kv import CacheRules, cache_plan
 from meshwright.plan.plan import Candidate, Reason
+from meshwright.specs.cluster import Cluster
 from meshwright.specs.units import GIB, binary, gib
 
 if TYPE_CHECKING:
@@ -175,13 +176,19 @@ def _dp_reason(ctx: ServeContext, chosen: Candidate) -> Reason:
     return Reason("throughput", text, {"dp": float(layout.dp)})
 
 
+def over_nodes(cluster: Cluster, span: int) -> str:
+    """What to say of an exchange between ``span`` ranks that lie in a row; empty where it stays inside the node."""
+    return f", and here across nodes over {cluster.inter.name}" if span > cluster.devices_per_node else ""
+
+
 def _experts_reason(ctx: ServeContext, chosen: Candidate) -> Reason:
     moe, layout = ctx.spec.moe, chosen.layout
     assert moe is not None
     numbers = {"experts": float(moe.experts), "topk": float(moe.topk), "ep": float(layout.ep)}
     if layout.ep > 1:
         held = -(-moe.experts // layout.ep)
-        way = "so tokens travel to their experts and back in every layer"
+        where = over_nodes(ctx.cluster, layout.ep * (layout.etp or 1))
+        way = f"so tokens travel to their experts and back in every layer{where}"
         if layout.dp * layout.cp == 1:
             way = "and as every rank has all tokens, it runs them through its own experts and the results are summed"
         text = f"EP {layout.ep}: {moe.experts} experts, {held} whole ones a rank; a token visits {moe.topk}, {way}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.plan.explain import over_nodes
 from meshwright.plan.plan import Candidate, Reason
 from meshwright.plan.train_cost import bubble_parts
 from meshwright.specs.cluster import Cluster
@@ -40,9 +41,10 @@ def explain_train(
         text = f"CP {layout.cp} splits the {work.seq:,} tokens of a sequence, so each rank keeps 1/{layout.cp} of them"
         out.append(Reason("context_parallel", text, {"cp": float(layout.cp)}))
     if spec.moe is not None and layout.ep > 1:
+        where = over_nodes(cluster, layout.ep * (layout.etp or layout.tp))
         text = (
             f"EP {layout.ep}: {-(-spec.moe.experts // layout.ep)} of {spec.moe.experts} experts a rank, tokens travel "
-            "to their experts and back, forward and backward"
+            f"to their experts and back, forward and backward{where}"
         )
         out.append(Reason("experts_parallel", text, {"ep": float(layout.ep)}))
     if work.recompute != "none":
