@@ -50,7 +50,7 @@ def rank_main(
             _meet(rank, world, host, port, backend, timeout_s, pipe)
         report: tuple[Any, ...] = ("result", target(rank, *args))
     except BaseException as error:
-        report = ("error", *_described(error))
+        report = ("error", *described(error))
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -96,8 +96,8 @@ def open_store(host: str, port: int, world: int, timeout: timedelta) -> TCPStore
         raise
 
 
-def _described(error: BaseException) -> tuple[type[MeshwrightError] | None, str, str, bool]:
-    """``(class to raise, line, traceback, whether it only follows from another rank's end)`` of an exception."""
+def described(error: BaseException) -> tuple[type[MeshwrightError] | None, str, str, bool]:
+    """``(class to raise or None, line, traceback, whether it only follows from another rank's end)`` of an error."""
     line = (str(error).strip().splitlines() or [""])[0][:500]
     if isinstance(error, MeshwrightError):
         return type(error), str(error), traceback.format_exc(), False

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from meshwright.errors import InputError
+from meshwright.runtime.launch.local import RankError
 
 #: What torchrun sets for every worker (torch.distributed.run, "Environment Variables").
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -29,9 +30,12 @@ def run_here(
 
     Raises:
         InputError: torchrun started another number of workers than the layout needs.
+        RankError: the target failed here; torchrun ends the other workers.
     """
     import torch
     import torch.distributed as dist
+
+    from meshwright.runtime.launch.rank import described
 
     rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if started != world:
@@ -39,9 +43,15 @@ def run_here(
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if world == 1:
         return 0, [target(0, *args)]
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    mine = target(rank, *args)
-    results: list[Any] | None = [None] * world if rank == 0 else None
-    dist.gather_object(mine, results, dst=0)
-    dist.barrier()
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        mine = target(rank, *args)
+        results: list[Any] | None = [None] * world if rank == 0 else None
+        dist.gather_object(mine, results, dst=0)
+        dist.barrier()
+    except Exception as error:
+        kind, line, trace, _ = described(error)
+        if kind is not None:
+            raise
+        raise RankError(f"rank {rank} of {world} failed: {line}", trace) from None
     return rank, results
