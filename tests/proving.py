@@ -28,7 +28,7 @@ def proofs(
     new_tokens: int = 4,
     tokens: int = 6,
     timeout_s: float = 100.0,
-    logits: Path,
+    numbers: Path,
     **options: Any,
 ) -> list[Proof]:
     """The verdict on a layout, once for every mutation; one reference and one launch of the ranks for all."""
@@ -36,7 +36,7 @@ def proofs(
     placement = legal(spec, wanted)
     count = wanted.dp * wanted.pp
     prompts = tuple(tuple((7 * p + 5 * t + 3) % spec.vocab for t in range(tokens)) for p in range(count))
-    job = ProofJob(str(folder), placement, prompts, new_tokens, str(logits), **options)
+    job = ProofJob(str(folder), placement, prompts, new_tokens, str(numbers), **options)
     alone = replace(job, placement=legal(spec, Layout()), reference=True)
     reference = run_local(run_proof, 1, (alone,), timeout_s)[0]
     jobs = [replace(job, mutation=name) for name in mutations]

@@ -24,9 +24,10 @@ from meshwright.runtime.mutate import MUTATIONS
 from tests.proving import proofs
 from tests.runtime.tiny import BASE, EVEN, MODELS
 
-LOGITS, TOKENS, MOVES, PRODUCTS, WEIGHTS, CACHE = (
+LOGITS, TOKENS, KEYS, MOVES, PRODUCTS, WEIGHTS, CACHE = (
     "logits",
     "greedy tokens",
+    "keys and values",
     "collectives, hand-offs",
     "matrix products",
     "bytes of weights",
@@ -62,7 +63,7 @@ def test_a_layout_is_proven_and_its_ledgers_count_what_the_hand_counts(models: P
     said = json.loads(done.stdout)
     assert said["proven"]
     assert said["predicted_without_torch"] == "could not be imported"
-    assert [c["differs"] for c in said["checks"]] == [0] * 6
+    assert [c["differs"] for c in said["checks"]] == [0] * 7
     recorded = read(tmp_path / "recorded.jsonl")
     passes = 2 * 4
     for rank, (layers, first) in enumerate([(3, True), (3, True), (2, False), (2, False)]):
@@ -95,12 +96,12 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "wrong-vocabulary-range": (LOGITS,),
     "swapped-logits": (LOGITS, TOKENS),
     "padded-vocabulary-unmasked": (LOGITS,),
-    "off-by-one-position": (LOGITS,),
-    "stale-kv-block": (LOGITS,),
-    "swapped-stages": (LOGITS, PRODUCTS),
-    "skipped-layer": (LOGITS, PRODUCTS),
+    "off-by-one-position": (LOGITS, KEYS),
+    "stale-kv-block": (LOGITS, KEYS),
+    "swapped-stages": (LOGITS, KEYS, PRODUCTS),
+    "skipped-layer": (LOGITS, KEYS, PRODUCTS, CACHE),
     "wrong-dtype": (LOGITS, MOVES),
-    "doubled-bias": (LOGITS,),
+    "doubled-bias": (LOGITS, KEYS),
     "whole-matrix-kept": (WEIGHTS,),
 }
 #: Mistakes after which the numbers are still right: only what was sent, or is held, differs.
@@ -125,7 +126,7 @@ def test_every_mutation_is_listed_with_what_notices_it() -> None:
 def test_the_proof_fails_on_every_mistake_and_only_then(
     models: Path, tmp_path: Path, model: str, layout: str, names: list[str]
 ) -> None:
-    found = proofs(models / model, layout, [None, *names, None], logits=tmp_path / "logits")
+    found = proofs(models / model, layout, [None, *names, None], numbers=tmp_path / "numbers")
     for proof in (found[0], found[-1]):
         assert proof.proven, proof.checks
         assert proof.first is None
@@ -242,7 +243,7 @@ COMPOSITIONS = [
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model", "layout"), COMPOSITIONS)
 def test_compositions_are_proven(models: Path, tmp_path: Path, model: str, layout: str) -> None:
-    proof = proofs(models / model, layout, [None], logits=tmp_path / "logits", timeout_s=250)[0]
+    proof = proofs(models / model, layout, [None], numbers=tmp_path / "numbers", timeout_s=250)[0]
     assert proof.proven, [str(c) for c in proof.checks if not c.ok]
 
 
@@ -250,7 +251,7 @@ def test_compositions_are_proven(models: Path, tmp_path: Path, model: str, layou
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("options", [{"block_size": 4}, {"micro_batches": 1}, {"dtype": "f32", "block_size": 1}])
 def test_options_of_the_run_are_predicted(models: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    proof = proofs(models / "llama", "tp=2,pp=2", [None], logits=tmp_path / "logits", timeout_s=250, **options)[0]
+    proof = proofs(models / "llama", "tp=2,pp=2", [None], numbers=tmp_path / "numbers", timeout_s=250, **options)[0]
     assert proof.proven, [str(c) for c in proof.checks if not c.ok]
 
 

@@ -30,7 +30,7 @@ from meshwright.runtime.folder import read_folder
 from meshwright.runtime.launch.local import MAX_LOCAL_RANKS, RankError, run_local
 from meshwright.runtime.models.settings import check_runnable
 from meshwright.runtime.mutate import mutation
-from meshwright.runtime.proof import ProofJob, RankProof, run_proof
+from meshwright.runtime.proof import Farthest, ProofJob, RankProof, run_proof
 from meshwright.specs.layout import Layout, parse_layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.placement import Placement, place
@@ -162,7 +162,7 @@ def prove(
         with _timed(proof, "prediction"):
             proof.predicted = predict_apart(request, Path(scratch) / "predicted.jsonl", timeout_s)
         job = ProofJob(
-            folder, placement, ids, new_tokens, f"{scratch}/logits", "f32", block_size, micro_batches, mutation=mutate
+            folder, placement, ids, new_tokens, f"{scratch}/numbers", "f32", block_size, micro_batches, mutation=mutate
         )
         alone = replace(job, placement=place(spec, Layout(), placement.profile), reference=True, mutation=None)
         say("one process")
@@ -246,25 +246,24 @@ def judge(proof: Proof, reference: RankProof, ranks: Sequence[RankProof]) -> Non
     """Fill in the checks of a proof whose prediction is made: ``reference`` of one process, ``ranks`` of the layout."""
     assert proof.predicted is not None
     proof.recorded = merged(rank.ledger for rank in ranks if rank.ledger is not None)
-    proof.checks.append(_logits(ranks))
+    proof.checks.append(_numbers("logits", [(r.rank, r.logits) for r in ranks], "rows"))
     proof.checks.append(_tokens(reference, ranks))
+    proof.checks.append(_numbers("keys and values", [(r.rank, r.cache) for r in ranks], "tensors"))
     proof.comparison = compare(proof.predicted, proof.recorded)
     proof.checks += _ledgers(proof.comparison)
     for term in TERMS:
         proof.checks.append(_bytes(proof.predicted, proof.recorded, term))
 
 
-def _logits(ranks: Sequence[RankProof]) -> Check:
-    """Logits of every sampled token against one process."""
-    found = [rank.farthest for rank in ranks if rank.farthest is not None]
-    rows = sum(f.rows for f in found)
-    worst = max(found, key=lambda f: f.distance, default=None)
-    if worst is None:
-        return Check("logits", "0 rows", 1, "none", "no rank sampled anything")
-    far = sum(f.distance > TOLERANCE for f in found)
+def _numbers(what: str, found: Sequence[tuple[int, Farthest]], unit: str) -> Check:
+    """Logits, or keys and values, of all ranks against one process; ``found``: rank and its largest distance."""
+    count = sum(f.count for _, f in found)
+    rank, worst = max(found, key=lambda pair: pair[1].distance)
+    if not count:
+        return Check(what, f"0 {unit}", 1, "none", f"no rank has any {what}")
+    far = sum(f.distance > TOLERANCE for _, f in found)
     text = f"{worst.distance:.2g} apart (at most {TOLERANCE:g})"
-    first = f"logits of prompt {worst.prompt}, new token {worst.token}: {text}"
-    return Check("logits", f"{rows} rows", far, text, first if far else None)
+    return Check(what, f"{count} {unit}", far, text, f"rank {rank}, {what} of {worst.where}: {text}" if far else None)
 
 
 def _tokens(reference: RankProof, ranks: Sequence[RankProof]) -> Check:

@@ -1,4 +1,8 @@
-"""What a rank does for a proof: one recorded generation, with what it holds, and its logits against a reference."""
+"""What a rank does for a proof: one recorded generation, with what it holds; its logits and cache against a reference.
+
+The reference of one process lies in a file: logits of prompt p as ``p``, keys and values that the cache holds of it in
+a layer as ``p/layer/k`` and ``p/layer/v``.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from meshwright.ledger.schema import Ledger
-from meshwright.specs.placement import Placement
+from meshwright.specs.placement import Coordinate, Placement
+from meshwright.specs.shares import part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
+
+    from meshwright.runtime.models.decoder import Decoder
+    from meshwright.runtime.serve.cache import PagedCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +30,7 @@ class ProofJob:
     Attributes:
         folder: checkpoint. placement: of its model.
         prompts: token ids. new_tokens, block_size, micro_batches, dtype: of the generation.
-        logits: file of the reference. A run with ``reference`` writes it, the others hold theirs against it.
+        numbers: file of the reference. A run with ``reference`` writes it, the others hold theirs against it.
         reference: one process, not recorded.
         mutation: name of a planted mistake.
     """
@@ -31,7 +39,7 @@ class ProofJob:
     placement: Placement
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: int
-    logits: str
+    numbers: str
     dtype: str = "f32"
     block_size: int = 16
     micro_batches: int | None = None
@@ -41,25 +49,39 @@ class ProofJob:
 
 @dataclass(slots=True)
 class Farthest:
-    """The largest distance of a logit from the reference: how far, of which prompt and new token; how many rows of
-    logits were held against it. ``distance`` is infinite where shapes differ or a value is no number."""
+    """The largest distance of a number from its reference.
+
+    Attributes:
+        distance: how far; infinite where shapes differ or a value is no number.
+        where: prompt and token, or prompt and layer, in words.
+        count: rows of logits, or tensors of the cache, that were held against the reference.
+    """
 
     distance: float = 0.0
-    prompt: int = 0
-    token: int = 0
-    rows: int = 0
+    where: str = ""
+    count: int = 0
+
+    def hold(self, ours: Tensor, reference: Tensor, where: str) -> None:
+        """Hold one tensor against its reference."""
+        self.count += 1
+        if ours.shape != reference.shape:
+            distance = float("inf")
+        else:
+            distance = float((ours - reference).abs().nan_to_num(nan=float("inf")).max()) if ours.numel() else 0.0
+        if distance > self.distance:
+            self.distance, self.where = distance, where
 
 
 @dataclass(slots=True)
 class RankProof:
-    """What one rank brings back. ``farthest`` is None on ranks that do not sample."""
+    """What one rank brings back. ``logits`` counts nothing on ranks that do not sample."""
 
     rank: int
     tokens: dict[int, list[int]]
     ledger: Ledger | None = None
-    farthest: Farthest | None = None
+    logits: Farthest = field(default_factory=Farthest)
+    cache: Farthest = field(default_factory=Farthest)
     seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)
 
 
 def run_proof(rank: int, job: ProofJob) -> RankProof:
@@ -89,6 +111,7 @@ def run_proof(rank: int, job: ProofJob) -> RankProof:
         mistake.weights(placement, at, weights)
     mesh = build_mesh(placement, rank)
     decoder = Decoder(mesh, weights, model.settings, dtype)
+    kept = keep_cache(decoder)
     recorder = None if job.reference else Recorder(job.placement, rank, matmuls=True)
     with mistake.at_work(mesh, decoder) if mistake else nullcontext(), recorder or nullcontext():
         out = generate(
@@ -102,31 +125,70 @@ def run_proof(rank: int, job: ProofJob) -> RankProof:
         )
     result = RankProof(rank, out.tokens, seconds=out.total_s)
     if recorder is None:
-        save_file({str(i): rows.contiguous() for i, rows in out.logits.items()}, job.logits)
+        logits = {str(i): rows.contiguous() for i, rows in out.logits.items()}
+        save_file(logits | kept, job.numbers)
         return result
     recorder.hold("weights", None, resident_bytes(weights))
     recorder.hold("kv_cache", None, out.kv_cache_bytes)
     result.ledger = recorder.ledger()
-    if out.logits:
-        result.farthest = farthest(out.logits, load_file(job.logits))
+    reference = load_file(job.numbers)
+    for prompt, rows in sorted(out.logits.items()):
+        for token, (row, other) in enumerate(zip(rows, reference[str(prompt)], strict=False)):
+            result.logits.hold(row, other, f"prompt {prompt}, new token {token}")
+    hold_cache(result.cache, job, at, kept, reference)
     return result
+
+
+def keep_cache(decoder: Decoder) -> dict[str, Tensor]:
+    """Copy the keys and values of every sequence when its blocks are given back; filled while the decoder runs."""
+    import torch
+
+    kept: dict[str, Tensor] = {}
+    make = decoder.cache
+
+    def cache(blocks: int, block_size: int) -> PagedCache:
+        made = make(blocks, block_size)
+        release = made.tables.release
+
+        def keep(sequence: int) -> None:
+            table = torch.tensor(made.tables.tables[sequence])
+            for layer in made.k:
+                pair = made.read(layer, table, made.tables.lengths[sequence])
+                for name, x in zip("kv", pair, strict=True):
+                    kept[f"{sequence}/{layer}/{name}"] = x.float().cpu().clone()
+            release(sequence)
+
+        made.tables.release = keep  # type: ignore[method-assign]
+        return made
+
+    decoder.cache = cache  # type: ignore[method-assign]
+    return kept
+
+
+def hold_cache(
+    out: Farthest, job: ProofJob, at: Coordinate, kept: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> None:
+    """Hold a rank's keys and values against the reference: of its layers by the placement, its KV heads of each."""
+    low, high = part(len(job.prompts), job.placement.layout.dp, at.dp)
+    heads = kv_heads(job.placement, at)
+    for prompt in range(low, high):
+        for layer in job.placement.stages[at.pp].layers:
+            for name in "kv":
+                other = reference[f"{prompt}/{layer}/{name}"][:, slice(*heads)]
+                ours = kept.get(f"{prompt}/{layer}/{name}", other[:0])
+                out.hold(ours, other, f"prompt {prompt}, layer {layer}, {'keys' if name == 'k' else 'values'}")
+
+
+def kv_heads(placement: Placement, at: Coordinate) -> tuple[int, int]:
+    """First and one past the last KV head that a rank holds (the same in all layers)."""
+    for shard in placement.shards(at):
+        if shard.family.op == "k" and shard.family.part == "weight":
+            width = shard.family.dims[0][0].width
+            return shard.intervals[0][0][0] // width, shard.intervals[0][-1][1] // width
+    return 0, 0
 
 
 def resident_bytes(weights: Mapping[str, Tensor]) -> int:
     """Bytes of the memory behind some tensors, each stretch of it once; a view keeps the whole alive."""
     stores = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights.values()}
     return sum(stores.values())
-
-
-def farthest(logits: Mapping[int, Tensor], reference: Mapping[str, Tensor]) -> Farthest:
-    """The logit that is farthest from its reference."""
-    worst = Farthest(rows=sum(rows.shape[0] for rows in logits.values()))
-    for prompt, rows in sorted(logits.items()):
-        other = reference[str(prompt)]
-        if rows.shape != other.shape:
-            return Farthest(float("inf"), prompt, 0, worst.rows)
-        by_token = (rows - other).abs().nan_to_num(nan=float("inf")).amax(dim=1)
-        token = int(by_token.argmax())
-        if float(by_token[token]) > worst.distance:
-            worst = Farthest(float(by_token[token]), prompt, token, worst.rows)
-    return worst
