@@ -163,7 +163,8 @@ def _raise_first(ranks: list[_Rank], timeout_s: float) -> None:
         raise RankError(f"rank {failed[0].number} of {len(ranks)} {_verb(line)}{stopped}", trace)
     late = [str(r.number) for r in ranks if not r.done]
     if late:
-        raise RankError(f"no result of rank {', '.join(late)} within {timeout_s:g} s; all {len(ranks)} were stopped")
+        who = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
+        raise RankError(f"no result of {who} within {timeout_s:g} s; all {len(ranks)} were stopped")
 
 
 def _verb(line: str) -> str:
