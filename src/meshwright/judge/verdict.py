@@ -308,6 +308,24 @@ def train_engine(invocation: Invocation) -> TrainEngine:
     return engine_preset(preset, **options)
 
 
+def _recomputed(
+    invocation: Invocation, spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
+) -> tuple[Suggestion, ...]:
+    """The same layout with full recomputation, or the nearest others with it, where that is what it lacks to fit."""
+    if work.recompute == "full":
+        return ()
+    engine, saving = train_engine(invocation), replace(work, recompute="full")
+    plan = plan_train(spec, cluster, saving, profile, engine, invocation.layout, recompute_fixed=True)
+    same = [plan.chosen] if plan.chosen is not None and plan.fits else []
+    out = []
+    for candidate in (*same, *(a.candidate for a in plan.alternatives)):
+        worst = candidate.memory.worst
+        takes = f"rank {worst.rank} takes {gib(worst.total_bytes)} of {gib(worst.capacity_bytes)}"
+        text = f"{product(candidate.layout)} with full recompute (gradient checkpointing): {takes}"
+        out.append(Suggestion(candidate.layout, text, True))
+    return tuple(out)
+
+
 def _judge_training(
     invocation: Invocation, spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
 ) -> Verdict:
@@ -317,6 +335,8 @@ def _judge_training(
     suggestions = tuple(
         Suggestion(a.candidate.layout, f"{product(a.candidate.layout)} ({a.lost_by})", True) for a in plan.alternatives
     )[:MAX_SUGGESTIONS]
+    if not illegal and not plan.fits:
+        suggestions = (*_recomputed(invocation, spec, cluster, work, profile), *suggestions)[:MAX_SUGGESTIONS]
     if illegal:
         first = illegal[0]
         line = f"will not start: {first.message}" + (f" ({first.where})" if first.where else "")
