@@ -80,6 +80,8 @@ def plan_serve(
     from meshwright.plan.serve import plan_serve as decide
 
     spec, cluster, profile = _model(model), _cluster(on), engines.profile(engine)
+    if not profile.serves:
+        raise InputError(f"{profile.name} trains and does not serve; take vllm, sglang, trtllm or meshwright")
     workload = workload or Serve()
     found = read_calibration(Path(calibration)) if calibration is not None else None
     plan = decide(spec, cluster, workload, profile, settings or ServeSettings(), _layout(layout), found)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.engines import commands, profile
-from meshwright.engines.vllm.command import model_argument
+from meshwright.engines import profile
+from meshwright.engines.vllm.command import commands, model_argument
 from meshwright.engines.vllm.parse import table
 from meshwright.engines.vllm.program import find_program
 from meshwright.errors import InputError
@@ -162,7 +162,8 @@ def server_words(argv: Sequence[str]) -> Sequence[str] | None:
 def test_nothing_is_made_up_for_training_or_our_own_runtime() -> None:
     asked = ServeSettings()
     assert commands("m", Layout(), cluster(1, 1), Train(), asked, profile("vllm")) == ()
-    assert commands("m", Layout(), cluster(1, 1), LOAD, asked, profile("meshwright")) == ()
+    with pytest.raises(InputError, match="no vLLM command for engine meshwright"):
+        commands("m", Layout(), cluster(1, 1), LOAD, asked, profile("meshwright"))
 
 
 def test_a_layout_larger_than_the_cluster_has_no_command() -> None:

@@ -8,11 +8,7 @@ from typing import cast
 
 from meshwright.engines.base import Engine
 from meshwright.errors import InputError
-from meshwright.specs.cluster import Cluster
-from meshwright.specs.command import Command
-from meshwright.specs.layout import Layout
-from meshwright.specs.profile import EngineProfile, ServeSettings
-from meshwright.specs.workload import Serve, Workload
+from meshwright.specs.profile import EngineProfile
 
 #: Engine -> its folder. ``<folder>.profile`` has ``PROFILES``: short version -> profile, newest first;
 #: ``<folder>`` has ``ENGINE`` where it can parse and emit.
@@ -85,23 +81,3 @@ def load(name: str) -> Engine:
 def can_emit(engine: str) -> bool:
     """Whether the engine's folder writes commands (our own runtime does not yet)."""
     return hasattr(import_module(FOLDERS[engine]), "ENGINE")
-
-
-def commands(
-    spec_name: str,
-    layout: Layout,
-    cluster: Cluster,
-    workload: Workload,
-    settings: ServeSettings,
-    profile: EngineProfile,
-) -> tuple[Command, ...]:
-    """What to type for a layout, node by node; empty where there is nothing to type yet (our own runtime, training).
-
-    Raises:
-        InputError: the layout needs more devices than the cluster has.
-    """
-    if profile.engine != "vllm" or not isinstance(workload, Serve):
-        return ()
-    from meshwright.engines.vllm import command
-
-    return command.commands(spec_name, layout, cluster, workload, settings, profile)

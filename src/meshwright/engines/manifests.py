@@ -149,7 +149,8 @@ def ray_cluster(pod: Pod, workers: int, serve: str, kind: str = "RayCluster") ->
     }
     cluster = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": pod.name}, "spec": spec}
     hint = f"# once every pod runs: kubectl exec -it $(kubectl get pod -o name -l ray.io/cluster={pod.name},"
-    return f"{hint}ray.io/node-type=head) -- sh -c '...' with\n# {serve}\n" + dump(cluster)
+    told = "".join(f"# {line}\n" for line in serve.splitlines())
+    return f"{hint}ray.io/node-type=head) -- sh -c '...' with\n{told}" + dump(cluster)
 
 
 def slurm_script(name: str, nodes: int, devices: int, env: Sequence[tuple[str, str]], script: str) -> str:

@@ -18,7 +18,7 @@ MAX_LINE = 1 << 16
 MAX_PLAN_BYTES = 64 << 20
 
 #: Parts that a boot log may print, in the order of the table.
-SHOWN = (*PARTS, "kv_cache")
+SHOWN = (*PARTS, "kv_cache", "total")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,8 @@ def predicted_bytes(plan: Mapping[str, Any], name: str) -> float | None:
     worst, rows = memory.get("worst"), memory.get("holdings")
     if not isinstance(worst, dict) or not isinstance(rows, list):
         return None
+    if name == "total":
+        return _number(worst.get("total_bytes"))
     sizes = [
         _number(row.get("bytes")) or 0.0
         for row in rows
@@ -122,7 +124,8 @@ def compare(log: BootLog, plan: Mapping[str, Any]) -> tuple[Difference, ...]:
     """Predicted against printed, part by part; a part that neither side has is left out."""
     rows = [Difference(name, predicted_bytes(plan, name), _number(printed_bytes(log, name))) for name in SHOWN]
     rows.append(Difference("kv_cache_tokens", _number(plan.get("kv_cache_tokens")), log.kv_cache_tokens))
-    return tuple(row for row in rows if row.predicted is not None or row.printed is not None)
+    seen = [row for row in rows if row.predicted is not None or row.printed is not None]
+    return tuple(row for row in seen if row.term != "total" or row.printed is not None)
 
 
 def save_calibration(log: BootLog, path: Path) -> None:

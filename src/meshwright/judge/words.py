@@ -21,6 +21,8 @@ _WRAPPERS = {"sudo", "nohup", "exec", "time", "env", "command"}
 _OPERATORS = {"&&", "||", ";", "|", "&"}
 #: Characters that make a word something other than what it says.
 _EXPANSION = re.compile(r"\$[A-Za-z_{(]|`")
+#: Addresses that the commands of ``plan`` leave to the reader; they decide nothing that is judged.
+_OURS = re.compile(r"\$(HEAD_IP|NODE_IP|NODE_RANK|IFNAME|PREFILL_IP|DECODE_IP)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def split(words: Sequence[str]) -> Words:
         raise InputError("there is no command behind --; paste one, as in: meshwright check -- vllm serve MODEL -tp 2")
     if any("\0" in word for word in argv):
         raise InputError("the command holds a NUL byte; paste it as text")
-    unexpanded = tuple(w for w in (*argv, *(v for _, v in env)) if _EXPANSION.search(w))
+    unexpanded = tuple(w for w in (*argv, *(v for _, v in env)) if _EXPANSION.search(_OURS.sub("", w)))
     return Words(tuple(argv), tuple(env), unexpanded, tuple(notes))
 
 

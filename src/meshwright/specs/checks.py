@@ -60,7 +60,7 @@ def world_fits(layout: Layout, cluster: Cluster | None) -> Iterator[Rule]:
         yield broken(
             "devices_idle",
             "unwise",
-            f"{product} devices are used of {devices}; {devices - world} stay idle",
+            f"{product} devices are used of {devices}; {devices - world} idle",
             f"raise dp to {layout.dp * devices // world}"
             if devices % world == 0
             else f"choose degrees whose product is {devices}",
@@ -262,7 +262,7 @@ def batches(layout: Layout, train: Train) -> Iterator[Rule]:
             micro_batches=rounds,
             stages=layout.pp,
         )
-    if layout.pp > 1 and rounds < layout.pp:
+    if layout.pp > 1 and rounds < layout.pp and layout.schedule in {"gpipe", "1f1b"}:
         yield broken(
             "few_micro_batches",
             "unwise",
