@@ -149,6 +149,19 @@ def test_the_first_difference_names_rank_layer_and_entry(models: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_mutations_can_be_listed_and_a_layout_is_asked_for() -> None:
+    from typer.testing import CliRunner
+
+    from meshwright.cli.main import app
+
+    listed = CliRunner().invoke(app, ["prove", "--mutate", "list"])
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == list(MUTATIONS)
+    asked = CliRunner().invoke(app, ["prove", "somewhere"])
+    assert isinstance(asked.exception, InputError)
+    assert "meshwright prove FOLDER --layout" in str(asked.exception)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [

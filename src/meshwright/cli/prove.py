@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING
 import typer
 
 from meshwright.cli.parse import in_range, seconds
+from meshwright.errors import InputError
 
 if TYPE_CHECKING:
     from meshwright.prove.proof import Proof
 
 MAX_TOKENS = 1 << 16
 
-_MODEL = typer.Argument(help="Folder with config.json and safetensors weights.")
+_MODEL = typer.Argument(None, help="Folder with config.json and safetensors weights.")
 _PROMPT_IDS = typer.Option([], "--prompt-ids", help="Token ids: 1,15,7. May be given several times, in one length.")
 _OUT = typer.Option(None, "--out", help="Folder for both ledgers, as JSON lines.")
 
 
 def prove(
-    model: Path = _MODEL,
-    layout: str = typer.Option(..., "--layout", help="Degrees: tp=2,pp=2; uneven stages: pp=2,stage_layers=20+10."),
+    model: Path | None = _MODEL,
+    layout: str | None = typer.Option(
+        None, "--layout", help="Degrees: tp=2,pp=2; uneven stages: pp=2,stage_layers=20+10."
+    ),
     prompt_ids: list[str] = _PROMPT_IDS,
     tokens: int = typer.Option(12, "--tokens", help="Length of the random prompts, where none are given."),
     seed: int = typer.Option(0, "--seed", help="Of the random prompts."),
@@ -41,6 +44,8 @@ def prove(
     if mutate == "list":
         _list()
         return
+    if model is None or layout is None:
+        raise InputError("prove needs a folder and a layout: meshwright prove FOLDER --layout tp=2,pp=2")
     in_range(tokens, "--tokens", 1, MAX_TOKENS)
     in_range(new_tokens, "--new-tokens", 1, MAX_TOKENS)
     limit_s = seconds(timeout, "--timeout")
