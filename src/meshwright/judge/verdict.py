@@ -133,10 +133,14 @@ def _judge_serving(
     engine: Engine, invocation: Invocation, spec: ModelSpec, cluster: Cluster, work: Serve, profile: EngineProfile
 ) -> Verdict:
     settings = invocation.settings or ServeSettings()
-    plan = plan_serve(spec, cluster, work, profile, settings, invocation.layout)
+    one = replace(work, concurrency=None)
+    plan = plan_serve(spec, cluster, one, profile, settings, invocation.layout)
     prefill = None
     if invocation.prefill is not None:
-        prefill = plan_serve(spec, cluster, work, profile, settings, invocation.prefill)
+        prefill = plan_serve(spec, cluster, one, profile, settings, invocation.prefill)
+    if work.concurrency is not None and plan.fits:
+        at_once = plan_serve(spec, cluster, replace(work, max_model_len=None), profile, settings, invocation.layout)
+        plan = replace(plan, workload=work, rules=(*plan.rules, *too_many_requests(work, at_once)))
     added = (*started_on_one_node(invocation, cluster), *engine_rules(engine, invocation, spec, cluster))
     invocation = replace(invocation, findings=(*invocation.findings, *added))
     illegal, unwise = _findings(invocation, plan)
@@ -157,6 +161,20 @@ def _judge_serving(
         unwise=tuple(sentence(r) for r in unwise),
         misleading=misleading(spec, invocation, plan),
     )
+
+
+def too_many_requests(work: Serve, plan: Plan) -> list[Rule]:
+    """Requests in flight beyond what the cache holds: the engine starts all the same, and they wait."""
+    memory = plan.chosen.memory if plan.chosen is not None else None
+    if plan.fits or not isinstance(memory, ServeMemory):
+        return []
+    asked, held = work.concurrency or 0, memory.max_requests
+    message = f"{asked:,} requests of {work.isl:,} + {work.osl:,} tokens at once do not fit: the cache holds {held:,}"
+    nearest = next((product(a.candidate.layout) for a in plan.alternatives), None)
+    cure = f"{nearest} holds them" if nearest else "use more devices, or an fp8 cache"
+    return [
+        Rule("requests_wait", "unwise", message, f"the others wait; {cure}", "", (("asked", asked), ("held", held)))
+    ]
 
 
 def _serving_line(
