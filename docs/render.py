@@ -7,6 +7,8 @@ output. Comments directly above a block say how it is run and shown:
     <!-- show REGEX -->        keep the paragraphs of the output that match; what is left out becomes ``...``
     <!-- file NAME -->         the block is no command but a file: written to the folder that commands run in
 
+A command may end in ``> NAME``: its output is then written to that file of the folder and not shown.
+
 A paragraph is a line with the lines that it was wrapped into, so nothing is cut inside a sentence or a table row.
 Commands run in this process, in an empty folder, one after the other. Nothing else is ever run from a document.
 """
@@ -37,7 +39,7 @@ _NOTE = re.compile(r"<!-- (show|exit|file) (.*?) -->")
 #: How a line of prose begins in the terminal output; until the next one or a blank line the rest is its continuation.
 _PROSE = re.compile(
     r"- |unwise: |illegal: |way out: |fits: |does not fit(: | in full: )|too slow: |KV cache of |error: "
-    r"|will not start: |will start: |will run out of memory: |use "
+    r"|will not start: |will start: |will run out of memory: |use |the log will say "
 )
 _ELLIPSIS = "..."
 
@@ -98,6 +100,9 @@ class Runner:
         words = shlex.split(command)
         if words[0] != "meshwright":
             raise ValueError(f"only meshwright is run from a document, not {command[:60]!r}")
+        target = Path(words.pop()).name if words[-2] == ">" else None
+        if target is not None:
+            words.pop()
         out, code = io.StringIO(), 0
         plain = {"NO_COLOR": "1", "TERM": "dumb", "FORCE_COLOR": ""}
         with (
@@ -112,7 +117,10 @@ class Runner:
                 main()
             except SystemExit as stop:
                 code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        return code, out.getvalue()
+        if target is None:
+            return code, out.getvalue()
+        (self.folder / target).write_text(out.getvalue(), encoding="utf-8")
+        return code, ""
 
     def write(self, block: Block) -> None:
         """Write a ``file`` block into the folder."""

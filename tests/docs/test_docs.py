@@ -31,7 +31,8 @@ def test_pasted_output_is_what_the_commands_print(name: str) -> None:
                 assert line == "..." or line in real, (
                     f"{name}: not in the output of {command!r}: {line!r}; run: python docs/render.py"
                 )
-            assert any(line not in {"...", ""} for line in pasted), f"{name}: no output under {command!r}"
+            shown = any(line not in {"...", ""} for line in pasted)
+            assert shown or " > " in command, f"{name}: no output under {command!r}"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -56,6 +57,15 @@ def test_a_planted_mistake_is_found(tmp_path: Path) -> None:
         render.render("<!-- show ^(rank|Why)|no such line -->\n" + good, render.Runner(tmp_path))
     with pytest.raises(ValueError, match="only meshwright is run"):
         render.render("```console\n$ rm -r x\n```\n", render.Runner(tmp_path))
+
+
+def test_an_output_can_be_kept_in_a_file(tmp_path: Path) -> None:
+    page = "```console\n$ meshwright plan serve smollm2-135m --on 1xA100-40G --json > plan.json\n```\n"
+    assert render.render(page, render.Runner(tmp_path)) == page
+    assert (tmp_path / "plan.json").read_text().startswith("{")
+    outside = page.replace("plan.json", "../outside.json")
+    render.render(outside, render.Runner(tmp_path))
+    assert not (tmp_path.parent / "outside.json").exists()
 
 
 def test_shortening_keeps_whole_paragraphs() -> None:

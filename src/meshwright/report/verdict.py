@@ -22,10 +22,13 @@ def show_verdict(verdict: Verdict, out: Console | None = None) -> None:
     out = out or console()
     invocation = verdict.invocation
     out.print(escape(verdict.verdict), style="bold green" if verdict.ok else "bold red")
+    broken = next((r for r in verdict.plan.rules if r.severity == "illegal" and r.message in verdict.verdict), None)
+    if broken is not None and verdict.plan.kind == "train":
+        out.print(escape(f"way out: {broken.way_out}"))
     if verdict.suggestions:
         out.print(escape("use " + "; or ".join(s.text for s in verdict.suggestions)))
-    elif not verdict.starts and verdict.plan.rules:
-        out.print(escape(verdict.plan.rules[0].way_out))
+    elif broken is not None and verdict.plan.kind != "train":
+        out.print(escape(f"way out: {broken.way_out}"))
     for rule in invocation.findings:
         told = rule.message in verdict.verdict
         out.print(escape(rule.way_out if told else f"{rule.severity}: {rule.message}; {rule.way_out}"))
