@@ -248,3 +248,35 @@ def test_every_op_of_this_torch_is_known() -> None:
 )
 def test_groups_without_a_name_go_by_their_ranks(ranks: list[int], text: str) -> None:
     assert c10d.ranks_text(ranks) == text
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it_too(tmp_path: Path) -> None:
+    program = tmp_path / "sum.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(3))\n"
+        "dist.destroy_process_group()\n"
+    )
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(_free_port()),
+    ]
+    done = subprocess.run(
+        [*launch, "-m", "meshwright.record", "--out", str(tmp_path / "out"), str(program)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert [(e.op, e.shapes) for e in read(tmp_path / "out" / f"rank{rank}.jsonl").entries] == [
+            ("all_reduce", ((3,),))
+        ]
