@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from meshwright.engines.base import BootLog
     from meshwright.judge.boot import Difference
     from meshwright.judge.verdict import Verdict
+    from meshwright.specs.rules import Rule
 
 
 def show_verdict(verdict: Verdict, out: Console | None = None) -> None:
@@ -22,16 +23,14 @@ def show_verdict(verdict: Verdict, out: Console | None = None) -> None:
     out = out or console()
     invocation = verdict.invocation
     out.print(escape(verdict.verdict), style="bold green" if verdict.ok else "bold red")
-    broken = next((r for r in verdict.plan.rules if r.severity == "illegal" and r.message in verdict.verdict), None)
-    if broken is not None and verdict.plan.kind == "train":
-        out.print(escape(f"way out: {broken.way_out}"))
+    told = _told(verdict)
+    if told is not None and (told in invocation.findings or verdict.plan.kind == "train" or not verdict.suggestions):
+        out.print(escape(f"way out: {told.way_out}"))
     if verdict.suggestions:
         out.print(escape("use " + "; or ".join(s.text for s in verdict.suggestions)))
-    elif broken is not None and verdict.plan.kind != "train":
-        out.print(escape(f"way out: {broken.way_out}"))
     for rule in invocation.findings:
-        told = rule.message in verdict.verdict
-        out.print(escape(rule.way_out if told else f"{rule.severity}: {rule.message}; {rule.way_out}"))
+        if rule is not told:
+            out.print(escape(f"{rule.severity}: {rule.message}; {rule.way_out}"))
     for text in verdict.unwise:
         if not any(rule.message in text for rule in invocation.findings):
             out.print(escape(f"unwise: {text}"))
@@ -49,11 +48,19 @@ def show_verdict(verdict: Verdict, out: Console | None = None) -> None:
                 out.print(escape(f"# node {command.node}, {command.purpose}"), style="dim", soft_wrap=True)
             env = "".join(f"{key}={value} " for key, value in command.env)
             out.print(escape(env + command.text), soft_wrap=True)
+        for file in verdict.mended_files:
+            out.print(escape(f"# reads {file.path}: {file.purpose} (its text is in --json)"), style="dim")
     notes = (*invocation.notes, *verdict.plan.notes)
     if notes:
         out.print("\n[bold]Assumed[/bold]")
         for note in notes:
             out.print(escape(f"- {note}"))
+
+
+def _told(verdict: Verdict) -> Rule | None:
+    """The broken rule that the first line tells."""
+    rules = (*verdict.invocation.findings, *verdict.plan.rules)
+    return next((r for r in rules if r.severity == "illegal" and r.message in verdict.verdict), None)
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
@@ -80,6 +87,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         "prefill": plan_json(verdict.prefill) if verdict.prefill is not None else None,
         "suggestions": [{"layout": layout_json(s.layout), "text": s.text, "fits": s.fits} for s in verdict.suggestions],
         "mended": [plain(command) for command in verdict.mended],
+        "mended_files": [plain(file) for file in verdict.mended_files],
         "unwise": list(verdict.unwise),
         "misleading": [{"line": line, "meaning": meaning} for line, meaning in verdict.misleading],
     }
