@@ -43,7 +43,7 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo --no-cache
 
 unit: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow"
