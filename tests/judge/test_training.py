@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,57 @@ def test_nothing_is_proposed_that_does_not_fit(tmp_path: Path) -> None:
     verdict = check(RUN, "8xA100-40G", model="llama-3.1-405b", base=tmp_path)
     assert not verdict.starts
     assert verdict.suggestions == ()
+
+
+MEGATRON = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size {tp} --num-layers 32 --hidden-size 4096 "
+    "--num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 "
+    "--global-batch-size 32 --vocab-size 32000 --bf16"
+)
+TITAN = "torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b "
+ACCELERATE = """distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "model"),
+    [
+        (MEGATRON.format(tp=3), None),
+        (TITAN + "--parallelism.tensor-parallel-degree 3", None),
+        (TITAN + "--training.local-batch-size 8", None),
+        ("deepspeed --num_gpus 16 train.py --deepspeed ds.json", "llama-3.1-8b"),
+        ("accelerate launch --config_file acc.yaml train.py", "llama-3.1-8b"),
+    ],
+)
+def test_the_mended_command_starts(tmp_path: Path, command: str, model: str | None) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "acc.yaml").write_text(ACCELERATE)
+    verdict = check(command, "8xH100-SXM", model=model, base=tmp_path)
+    assert not verdict.starts
+    assert all("rank" in s.text and "GiB of" in s.text for s in verdict.suggestions)
+    assert len({s.text for s in verdict.suggestions}) == len(verdict.suggestions) > 0
+    for file in verdict.mended_files:
+        (tmp_path / file.path).write_text(file.text)
+    [mended] = verdict.mended
+    env = "".join(f"{name}={value} " for name, value in mended.env)
+    again = check(env + mended.text, "8xH100-SXM", model=model, base=tmp_path)
+    assert again.starts, again.verdict
+    assert again.invocation.layout.world == verdict.suggestions[0].layout.world
+    assert again.plan.chosen is not None
+    said = re.search(r"takes ([\d.]+) GiB", verdict.suggestions[0].text)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(again.plan.chosen.memory.worst.total_bytes / 2**30, rel=0.02)
+
+
+def test_neighbours_of_an_illegal_layout_come_before_others(tmp_path: Path) -> None:
+    command = MEGATRON.format(tp=8).replace("8 pretrain", "8 --nnodes 4 pretrain") + " --pipeline-model-parallel-size 3"
+    verdict = check(command, "4x8xH100-SXM", base=tmp_path)
+    assert verdict.suggestions[0].text.startswith("TP 8 x PP 4: rank 0 takes")
+    assert len(verdict.mended) == 4

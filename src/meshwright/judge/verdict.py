@@ -5,34 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.engines.base import Engine, Invocation, Request
+from meshwright.engines.base import Emission, Engine, Invocation, OutFile, Request
 from meshwright.errors import InputError
+from meshwright.judge.mend import (
+    MAX_SUGGESTIONS,
+    Suggestion,
+    mend_training,
+    train_engine,
+    training_candidates,
+    training_suggestion,
+)
 from meshwright.plan.memory import ServeMemory
 from meshwright.plan.plan import Candidate, Plan
 from meshwright.plan.serve import ServeContext, plan_serve
 from meshwright.plan.serve_memory import resolve_settings
-from meshwright.plan.train import plan_train
-from meshwright.plan.train_engine import TrainEngine, engine_preset
+from meshwright.plan.train import TrainContext, plan_train
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.command import Command
-from meshwright.specs.layout import Layout, product
+from meshwright.specs.layout import product
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.profile import EngineProfile, ServeSettings
 from meshwright.specs.rules import Rule
 from meshwright.specs.units import gib
 from meshwright.specs.workload import Serve, Train
-
-#: Suggestions that are counted in full.
-MAX_SUGGESTIONS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """A layout that would start, with what it holds."""
-
-    layout: Layout
-    text: str
-    fits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +42,7 @@ class Verdict:
         prefill: the same of the prefill side where the command splits the two.
         suggestions: layouts that start, nearest first.
         mended: the command with the first suggestion in it.
+        mended_files: files that the mended command reads.
         unwise: sentences on what works and wastes something.
         misleading: engine log lines that say something else than they seem to, with what they mean.
     """
@@ -58,6 +54,7 @@ class Verdict:
     prefill: Plan | None = None
     suggestions: tuple[Suggestion, ...] = ()
     mended: tuple[Command, ...] = ()
+    mended_files: tuple[OutFile, ...] = ()
     unwise: tuple[str, ...] = ()
     misleading: tuple[tuple[str, str], ...] = field(default=())
 
@@ -86,7 +83,7 @@ def judge(
     asked = workload or invocation.workload
     if isinstance(asked, Serve):
         return _judge_serving(engine, invocation, spec, cluster, asked, profile)
-    return _judge_training(invocation, spec, cluster, asked, profile)
+    return _judge_training(engine, invocation, spec, cluster, asked, profile)
 
 
 def _findings(invocation: Invocation, plan: Plan) -> tuple[list[Rule], list[Rule]]:
@@ -315,46 +312,12 @@ def _limited(layer: object) -> bool:
     return attention is not None and attention.reach is not None
 
 
-def train_engine(invocation: Invocation) -> TrainEngine:
-    """The memory options of a training command: its preset with what the command changes.
-
-    Raises:
-        InputError: an option that ``TrainEngine`` does not have (a mistake of an engine folder).
-    """
-    options = dict(invocation.train_options)
-    preset = str(options.pop("preset", "torch"))
-    return engine_preset(preset, **options)
-
-
-def _recomputed(
-    invocation: Invocation, spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
-) -> tuple[Suggestion, ...]:
-    """The same layout with full recomputation, or the nearest others with it, where that is what it lacks to fit."""
-    if work.recompute == "full":
-        return ()
-    engine, saving = train_engine(invocation), replace(work, recompute="full")
-    plan = plan_train(spec, cluster, saving, profile, engine, invocation.layout, recompute_fixed=True)
-    same = [plan.chosen] if plan.chosen is not None and plan.fits else []
-    out = []
-    for candidate in (*same, *(a.candidate for a in plan.alternatives)):
-        worst = candidate.memory.worst
-        takes = f"rank {worst.rank} takes {gib(worst.total_bytes)} of {gib(worst.capacity_bytes)}"
-        text = f"{product(candidate.layout)} with full recompute (gradient checkpointing): {takes}"
-        out.append(Suggestion(candidate.layout, text, True))
-    return tuple(out)
-
-
 def _judge_training(
-    invocation: Invocation, spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
+    engine: Engine, invocation: Invocation, spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
 ) -> Verdict:
-    engine = train_engine(invocation)
-    plan = plan_train(spec, cluster, work, profile, engine, invocation.layout, recompute_fixed=True)
+    options = train_engine(invocation)
+    plan = plan_train(spec, cluster, work, profile, options, invocation.layout, recompute_fixed=True)
     illegal, unwise = _findings(invocation, plan)
-    suggestions = tuple(
-        Suggestion(a.candidate.layout, f"{product(a.candidate.layout)} ({a.lost_by})", True) for a in plan.alternatives
-    )[:MAX_SUGGESTIONS]
-    if not illegal and not plan.fits:
-        suggestions = (*_recomputed(invocation, spec, cluster, work, profile), *suggestions)[:MAX_SUGGESTIONS]
     if illegal:
         first = illegal[0]
         line = f"will not start: {first.message}" + (f" ({first.where})" if first.where else "")
@@ -366,12 +329,22 @@ def _judge_training(
             f"{word}: {product(invocation.layout)}, rank {worst.rank} takes {gib(worst.total_bytes)} of "
             f"{gib(worst.capacity_bytes)}"
         )
+    starts = not illegal and plan.fits
+    suggestions: tuple[Suggestion, ...] = ()
+    mended = Emission(())
+    if not starts:
+        context = TrainContext(spec, cluster, work, profile, options, recompute_fixed=True)
+        found = training_candidates(context, plan, illegal)
+        mended, found = mend_training(engine, invocation, spec, cluster, found)
+        suggestions = tuple(training_suggestion(c, work, invocation.layout) for c in found)
     return Verdict(
         verdict=line,
-        starts=not illegal and plan.fits,
+        starts=starts,
         invocation=invocation,
         plan=plan,
-        suggestions=() if plan.ok and not illegal else suggestions,
+        suggestions=suggestions,
+        mended=mended.commands,
+        mended_files=mended.files,
         unwise=tuple(sentence(r) for r in unwise),
     )
 
