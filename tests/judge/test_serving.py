@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from meshwright.judge.check import check_config
+from meshwright.specs.cluster import parse_cluster
 from tests.judge.asked import check
 
 COMMAND = "vllm serve Qwen/Qwen3-32B -tp 2 -dp 4"
@@ -22,3 +26,13 @@ def test_requests_in_flight_do_not_decide_whether_it_starts(requests: int, wait:
         assert numbers["asked"] == 400
         assert 250 < numbers["held"] < 270
         assert any("400 requests of 4,000 + 500 tokens" in text for text in asked.unwise)
+
+
+def test_lengths_are_added_to_a_configuration_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("model: Qwen/Qwen3-32B\ntensor-parallel-size: 2\ndata-parallel-size: 4\n")
+    for requests, wait in ((64, False), (400, True)):
+        verdict = check_config(path, parse_cluster("8xH100-SXM"), isl=4000, osl=500, concurrency=requests)
+        assert verdict is not None
+        assert verdict.starts
+        assert any("400 requests of 4,000 + 500 tokens" in text for text in verdict.unwise) is wait

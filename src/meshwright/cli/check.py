@@ -38,7 +38,8 @@ def check(
         if value is not None:
             in_range(value, flag, 1, MAX_TOKENS)
     if len(words) == 1 and _is_file(words[0]):
-        _check_file(Path(words[0]), on, model, engine, plan, save, as_json)
+        lengths = {"isl": isl, "osl": osl, "concurrency": concurrency}
+        _check_file(Path(words[0]), on, model, engine, plan, save, lengths, as_json)
         return
     from meshwright.judge.check import check_words
     from meshwright.specs.cluster import parse_cluster
@@ -70,7 +71,14 @@ def _finish(verdict: object, as_json: bool) -> None:
 
 
 def _check_file(
-    path: Path, on: str, model: str | None, engine: str | None, plan: Path | None, save: Path | None, as_json: bool
+    path: Path,
+    on: str,
+    model: str | None,
+    engine: str | None,
+    plan: Path | None,
+    save: Path | None,
+    lengths: dict[str, int | None],
+    as_json: bool,
 ) -> None:
     from meshwright.judge import boot
     from meshwright.judge.check import check_config
@@ -78,7 +86,7 @@ def _check_file(
     from meshwright.specs.cluster import parse_cluster
 
     if plan is None and save is None:
-        verdict = check_config(path, parse_cluster(on), model=model, engine=engine)
+        verdict = check_config(path, parse_cluster(on), model=model, engine=engine, **lengths)
         if verdict is not None:
             _finish(verdict, as_json)
     log = boot.read_log(path)

@@ -140,7 +140,14 @@ def check_words(
 
 
 def check_config(
-    path: Path, cluster: Cluster, *, model: str | None = None, engine: str | None = None
+    path: Path,
+    cluster: Cluster,
+    *,
+    model: str | None = None,
+    engine: str | None = None,
+    isl: int | None = None,
+    osl: int | None = None,
+    concurrency: int | None = None,
 ) -> Verdict | None:
     """Judge a configuration file of an engine; None when no engine knows it.
 
@@ -155,5 +162,6 @@ def check_config(
         if invocation is not None:
             spec = model_of(found, invocation, model)
             invocation = completed(found, invocation, spec, cluster)
-            return judge(found, invocation, spec, cluster, with_lengths(invocation.workload, spec, None, None, None))
+            workload = with_lengths(invocation.workload, spec, isl, osl, concurrency)
+            return judge(found, invocation, spec, cluster, workload)
     return None
