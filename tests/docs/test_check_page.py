@@ -14,6 +14,7 @@ from meshwright.judge.check import whose
 from tests.docs.rendering import plan, render, runner, text
 
 PAGE = "docs/check.md"
+TWO_STAGES = "--on 2xH100-SXM -- vllm serve Qwen/Qwen3-8B -pp 2"
 COMMAND = "--on 8xH100-SXM -- vllm serve Qwen/Qwen3-14B -tp 5"
 
 
@@ -74,8 +75,15 @@ def test_every_json_key_is_explained() -> None:
     assert set(data) - of_plan | {"verdict", "ok"} == keys_of("JSON", 0)
     understood = next(cells[1] for cells in rows(section("JSON")) if cells[0] == "`understood`")
     assert set(data["understood"]) == set(words(understood))
-    suggestion = next(cells[1] for cells in rows(section("JSON")) if cells[0] == "`suggestions[]`")
-    assert set(data["suggestions"][0]) == set(words(suggestion))
+    for block in render.blocks(text(PAGE)):
+        if block.file == "ds_config.json":
+            runner().write(block)
+    _, training = check("ds_config.json --model llama-3.1-8b --on 1x8xA100-40G")
+    for key in ("suggestions", "mended", "mended_files", "misleading"):
+        found = next((d[key] for d in (data, training, check(TWO_STAGES)[1]) if d[key]), None)
+        stated = next(cells[1] for cells in rows(section("JSON")) if cells[0] == f"`{key}[]`")
+        assert found is not None
+        assert set(found[0]) == set(words(stated)), key
 
 
 def test_every_key_of_a_log_is_explained() -> None:
