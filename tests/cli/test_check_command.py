@@ -147,3 +147,68 @@ def test_a_replica_over_two_nodes_comes_with_and_without_ray(run: Run) -> None:
     assert sum("--nnodes 2" in t for t in texts) == 2
     assert sum(t.startswith("ray start") for t in texts) == 2
     assert sum("--distributed-executor-backend ray" in t for t in texts) == 1
+
+
+def test_a_link_to_a_configuration_is_read(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    (tmp_path / "real" / "ds.json").write_text(json.dumps(config))
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "real" / "ds.json")
+    code, out, err = run("check", str(link), "--model", "llama-3.2-1b", "--on", "8xH100-SXM")
+    assert (code, err) == (0, "")
+    assert out.startswith("will start")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("{tmp}",), "is a directory"),
+        (("/dev/null",), "is no regular file"),
+        (("{tmp}/none.log",), "no such file"),
+        (("none.yaml",), "no such file"),
+        (("--isl", "0", "--", "vllm", "serve", "Qwen/Qwen3-8B"), "must be 1 to 16,777,216"),
+        (("--plan", "p.json", "--", "vllm", "serve", "Qwen/Qwen3-8B"), "go with a boot log"),
+    ],
+)
+def test_what_is_no_file_is_said_so(run: Run, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    code, out, err = run("check", "--on", "8xH100-SXM", *(w.format(tmp=tmp_path) for w in words))
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "allowed"),
+    [
+        ("vllm serve meta-llama/Llama-3.1-8B --max-model-len 200000", "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 "),
+        (
+            "python -m sglang.launch_server --model-path meta-llama/Llama-3.1-8B --context-length 200000",
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 ",
+        ),
+    ],
+)
+def test_a_context_beyond_the_model_is_refused_as_the_engine_does(run: Run, command: str, allowed: str) -> None:
+    code, out, _ = run("check", "--on", "1xH100-SXM", "--", command)
+    assert code == 1
+    assert "200000 exceeds the 131072 positions of the model" in out.replace("\n", " ")
+    assert "131072" in out.partition("Mended")[2]
+    code, out, _ = run("check", "--on", "1xH100-SXM", "--", allowed + command)
+    assert (code, out.splitlines()[0][:10]) == (0, "will start")
+    assert "unwise: requests of 200,000 tokens" in out
+
+
+@pytest.mark.parametrize(("factor", "code"), [(None, 1), (4.0, 0), (2.0, 1)])
+def test_positions_stretched_by_hand_count(run: Run, tmp_path: Path, factor: float | None, code: int) -> None:
+    config: dict[str, object] = {
+        **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1024, "vocab_size": 32000},
+        **{"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2048},
+        "max_position_embeddings": 32768,
+    }
+    if factor is not None:
+        config["rope_scaling"] = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 32768}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ("vllm", "serve", str(tmp_path), "--max-model-len", "131072")
+    assert run("check", "--on", "1xH100-SXM", "--", *command)[0] == code
+    (tmp_path / "serve.yaml").write_text(f"model: {tmp_path}\nmax-model-len: 131072\n")
+    assert run("check", str(tmp_path / "serve.yaml"), "--on", "1xH100-SXM")[0] == code

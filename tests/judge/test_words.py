@@ -51,6 +51,33 @@ def test_bad_commands_are_one_clear_line(words: list[str], said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "env"),
+    [
+        ("export A=1; vllm serve m -tp 3", (("A", "1"),)),
+        ("export A=1 B=2\nvllm serve m -tp 3", (("A", "1"), ("B", "2"))),
+        ("cd /srv/x && A=1 vllm serve m -tp 3", (("A", "1"),)),
+        ("# our server\nset -e\nvllm serve m \\\n  -tp 3", ()),
+        ("vllm serve m -tp 3;touch x", ()),
+        ("vllm serve m -tp 3 > log 2>&1 &", ()),
+    ],
+)
+def test_what_prepares_a_command_is_set_apart(text: str, env: tuple[tuple[str, str], ...]) -> None:
+    words = split([text])
+    assert words.argv[:5] == ("vllm", "serve", "m", "-tp", "3")
+    assert "touch" not in words.argv
+    assert words.env == env
+    assert len(words.notes) < 3
+
+
+def test_json_in_quotes_stays_one_word() -> None:
+    assert split(["""vllm serve m --x '{"a": "b;c & d"}'"""]).argv[-1] == '{"a": "b;c & d"}'
+
+
+def test_folders_and_tokens_are_not_called_unexpanded() -> None:
+    assert split(["docker run -v $HOME/.cache:/root -e HF_TOKEN=${HF_TOKEN} i m -tp $TP"]).unexpanded == ("$TP",)
+
+
 @given(st.lists(st.text(max_size=30), max_size=12))
 @settings(max_examples=150, deadline=None)
 def test_any_words_are_words_or_one_clear_line(words: list[str]) -> None:

@@ -11,6 +11,9 @@ from meshwright.cli.parse import in_range
 from meshwright.errors import InputError
 
 MAX_TOKENS = 1 << 24
+MAX_PATH = 4096
+#: A single word that ends like this is meant as a file.
+SUFFIXES = {".json", ".yaml", ".yml", ".toml", ".log", ".txt", ".out", ".err"}
 
 _WORDS = typer.Argument(
     None, help="A configuration file or boot log; or behind -- the command to judge.", metavar="[FILE] [-- COMMAND]"
@@ -41,6 +44,10 @@ def check(
         lengths = {"isl": isl, "osl": osl, "concurrency": concurrency}
         _check_file(Path(words[0]), on, model, engine, plan, save, lengths, as_json)
         return
+    if len(words) == 1:
+        _refuse_other_files(words[0])
+    if plan is not None or save is not None:
+        raise InputError("--plan and --save go with a boot log, not with a command")
     from meshwright.judge.check import check_words
     from meshwright.specs.cluster import parse_cluster
 
@@ -56,6 +63,26 @@ def _is_file(word: str) -> bool:
         return Path(word).is_file()
     except (OSError, ValueError):
         return False
+
+
+def _refuse_other_files(word: str) -> None:
+    """One word that looks like a file and is none that can be read.
+
+    Raises:
+        InputError: a directory, a device, or nothing.
+    """
+    if len(word) > MAX_PATH or any(c.isspace() or not c.isprintable() for c in word):
+        return
+    path = Path(word)
+    try:
+        exists = path.exists()
+    except OSError:
+        return
+    if exists:
+        kind = "a directory" if path.is_dir() else "no regular file"
+        raise InputError(f"{word} is {kind}; give a configuration file, a boot log, or a command behind --")
+    if "/" in word or path.suffix in SUFFIXES:
+        raise InputError(f"{word}: no such file")
 
 
 def _finish(verdict: object, as_json: bool) -> None:

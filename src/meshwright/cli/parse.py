@@ -30,7 +30,11 @@ def in_range(value: float, flag: str, low: float, high: float) -> None:
         InputError: with the number and both bounds.
     """
     if not low <= value <= high:
-        raise InputError(f"{flag} {value:g} is out of range; it must be {low:g} to {high:g}")
+        raise InputError(f"{flag} {_number(value)} is out of range; it must be {_number(low)} to {_number(high)}")
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def one_of(value: str | None, flag: str, allowed: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from meshwright import engines
 from meshwright.engines.base import Completes, Engine, Invocation
 from meshwright.errors import InputError
+from meshwright.judge.context import longer_than_the_model
 from meshwright.judge.verdict import Verdict, judge, with_lengths
 from meshwright.judge.words import Folder, Words, split
 from meshwright.specs.cluster import Cluster
@@ -135,6 +136,8 @@ def check_words(
     )
     spec = model_of(found, invocation, model)
     invocation = completed(found, invocation, spec, cluster)
+    said = (*(f"{name}={value}" for name, value in pasted.env), *pasted.argv)
+    invocation = longer_than_the_model(invocation, spec, said)
     workload = with_lengths(invocation.workload, spec, isl, osl, concurrency)
     return judge(found, invocation, spec, cluster, workload)
 
@@ -154,14 +157,15 @@ def check_config(
     Raises:
         InputError: it cannot be read, or it names no model and the user named none.
     """
-    data = Folder(path.resolve().parent)(path.name)
+    real = path.resolve()
+    data = Folder(real.parent)(real.name)
     if data is None:
         raise InputError(f"{path}: no such file")
     for found in [engines.load(engine)] if engine else readers(data):
         invocation = found.parse_file(path.name, data)
         if invocation is not None:
             spec = model_of(found, invocation, model)
-            invocation = completed(found, invocation, spec, cluster)
+            invocation = longer_than_the_model(completed(found, invocation, spec, cluster), spec, ())
             workload = with_lengths(invocation.workload, spec, isl, osl, concurrency)
             return judge(found, invocation, spec, cluster, workload)
     return None

@@ -19,10 +19,12 @@ _ASSIGNMENT = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*=")
 _WRAPPERS = {"sudo", "nohup", "exec", "time", "env", "command"}
 #: Operators that end a command; what stands behind them is another one.
 _OPERATORS = {"&&", "||", ";", "|", "&"}
+#: Commands that only prepare the one that is meant.
+_BEFORE = {"cd", "export", "source", ".", "ulimit", "set", "mkdir", "echo"}
 #: Characters that make a word something other than what it says.
 _EXPANSION = re.compile(r"\$[A-Za-z_{(]|`")
-#: Addresses that the commands of ``plan`` leave to the reader; they decide nothing that is judged.
-_OURS = re.compile(r"\$(HEAD_IP|NODE_IP|NODE_RANK|IFNAME|PREFILL_IP|DECODE_IP)\b")
+#: Addresses that the commands of ``plan`` leave to the reader, folders and tokens; they decide nothing that is judged.
+_OURS = re.compile(r"\$\{?(HEAD_IP|NODE_IP|NODE_RANK|IFNAME|PREFILL_IP|DECODE_IP|HOME|PWD|USER|HF_TOKEN)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +54,24 @@ def split(words: Sequence[str]) -> Words:
         raise InputError(f"the command has over {MAX_CHARACTERS:,} characters; paste one command")
     if len(words) == 1 and re.search(r"\s", words[0]):
         try:
-            words = shlex.split(words[0].replace("\\\n", " "), comments=False)
+            words = _as_shell(words[0])
         except ValueError as error:
             raise InputError(f"the command cannot be split into words: {str(error).lower()}") from None
     if len(words) > MAX_WORDS:
         raise InputError(f"the command has {len(words):,} words; at most {MAX_WORDS:,} are read")
     argv = list(words)
     notes: list[str] = []
-    for place, word in enumerate(argv):
-        if word in _OPERATORS:
-            notes.append(f"only the command before {word!r} is judged")
+    env: list[tuple[str, str]] = []
+    while (place := _operator(argv)) is not None:
+        if argv[0] not in _BEFORE or place + 1 == len(argv):
+            notes.append(f"only the command before {argv[place]!r} is judged")
             argv = argv[:place]
             break
-    env: list[tuple[str, str]] = []
+        if argv[0] == "export":
+            env += [(name, value) for name, _, value in (w.partition("=") for w in argv[1:place])]
+        else:
+            notes = [f"{argv[0]!r} before the command is left out"]
+        argv = argv[place + 1 :]
     while argv and (_ASSIGNMENT.match(argv[0]) or argv[0] in _WRAPPERS):
         word = argv.pop(0)
         if word not in _WRAPPERS:
@@ -76,6 +83,24 @@ def split(words: Sequence[str]) -> Words:
         raise InputError("the command holds a NUL byte; paste it as text")
     unexpanded = tuple(w for w in (*argv, *(v for _, v in env)) if _EXPANSION.search(_OURS.sub("", w)))
     return Words(tuple(argv), tuple(env), unexpanded, tuple(notes))
+
+
+def _as_shell(text: str) -> list[str]:
+    """Words of a pasted text: quotes and line ends as in a shell; a line end that is not escaped ends only commands
+    that prepare another one, and comments."""
+    lines = []
+    for line in text.replace("\\\n", " ").split("\n"):
+        first = line.split(None, 1)[:1]
+        if first and first[0].startswith("#"):
+            continue
+        lines.append(f"{line} ;" if first and first[0] in _BEFORE else line)
+    lexer = shlex.shlex("\n".join(lines), posix=True, punctuation_chars=";&|")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    return list(lexer)
+
+
+def _operator(argv: Sequence[str]) -> int | None:
+    return next((place for place, word in enumerate(argv) if word in _OPERATORS), None)
 
 
 class Folder:

@@ -86,13 +86,28 @@ def _spec(f: Fields, name: str, hf_quant: Mapping[str, Any] | None, source: str)
         families=families,
         tied=parts.tied,
         dtype=dtype,
-        max_positions=parts.max_positions,
+        max_positions=max(parts.max_positions, stretched_positions(text)),
         mtp_layers=parts.mtp_layers,
         quantization=quantization,
         learned_positions=parts.learned_positions,
         assumptions=tuple(f.assumed),
         source=source or f.where,
     )
+
+
+def stretched_positions(text: Fields) -> int:
+    """Positions that YaRN stretches to: the original ones times the factor (arXiv:2309.00071); 0 without it.
+
+    Configurations that were stretched by hand often keep ``max_position_embeddings`` of the original model.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = text.raw.get(name)
+        if not isinstance(rope, Mapping) or "yarn" not in (rope.get("rope_type"), rope.get("type")):
+            continue
+        factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+        if isinstance(factor, int | float) and isinstance(original, int) and 1 <= factor <= 1024 and original > 0:
+            return min(int(factor * original), 1 << 30)
+    return 0
 
 
 def _compute_dtype(f: Fields, text: Fields) -> str:
