@@ -201,8 +201,14 @@ def test_a_context_beyond_the_model_is_refused_as_the_engine_does(run: Run, comm
 @pytest.mark.parametrize(("factor", "code"), [(None, 1), (4.0, 0), (2.0, 1)])
 def test_positions_stretched_by_hand_count(run: Run, tmp_path: Path, factor: float | None, code: int) -> None:
     config: dict[str, object] = {
-        **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1024, "vocab_size": 32000},
-        **{"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2048},
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 1024,
+        "vocab_size": 32000,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 2048,
         "max_position_embeddings": 32768,
     }
     if factor is not None:

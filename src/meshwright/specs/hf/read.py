@@ -86,7 +86,7 @@ def _spec(f: Fields, name: str, hf_quant: Mapping[str, Any] | None, source: str)
         families=families,
         tied=parts.tied,
         dtype=dtype,
-        max_positions=max(parts.max_positions, stretched_positions(text)),
+        max_positions=max(parts.max_positions, stretched_positions(text), stretched_positions(f)),
         mtp_layers=parts.mtp_layers,
         quantization=quantization,
         learned_positions=parts.learned_positions,
