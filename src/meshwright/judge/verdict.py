@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.engines.base import Emission, Engine, Invocation, OutFile, Request
+from meshwright.engines.base import Engine, Invocation, OutFile, Request
 from meshwright.errors import InputError
-from meshwright.judge.mend import (
-    MAX_SUGGESTIONS,
-    Suggestion,
-    mend_training,
-    train_engine,
-    training_candidates,
-    training_suggestion,
-)
 from meshwright.plan.memory import ServeMemory
 from meshwright.plan.plan import Candidate, Plan
 from meshwright.plan.serve import ServeContext, plan_serve
 from meshwright.plan.serve_memory import resolve_settings
-from meshwright.plan.train import TrainContext, plan_train
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.command import Command
-from meshwright.specs.layout import product
+from meshwright.specs.layout import Layout, product
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.profile import EngineProfile, ServeSettings
 from meshwright.specs.rules import Rule
 from meshwright.specs.units import gib
 from meshwright.specs.workload import Serve, Train
+
+#: Suggestions that are shown.
+MAX_SUGGESTIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A layout that would start, with what it holds."""
+
+    layout: Layout
+    text: str
+    fits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +86,12 @@ def judge(
     asked = workload or invocation.workload
     if isinstance(asked, Serve):
         return _judge_serving(engine, invocation, spec, cluster, asked, profile)
-    return _judge_training(engine, invocation, spec, cluster, asked, profile)
+    from meshwright.judge.training import judge_training
+
+    return judge_training(engine, invocation, spec, cluster, asked, profile)
 
 
-def _findings(invocation: Invocation, plan: Plan) -> tuple[list[Rule], list[Rule]]:
+def findings(invocation: Invocation, plan: Plan) -> tuple[list[Rule], list[Rule]]:
     """Illegal and unwise, those of the command itself first."""
     rules = [*invocation.findings, *plan.rules]
     return [r for r in rules if r.severity == "illegal"], [r for r in rules if r.severity == "unwise"]
@@ -140,7 +145,7 @@ def _judge_serving(
         plan = replace(plan, workload=work, rules=(*plan.rules, *too_many_requests(work, at_once)))
     added = (*started_on_one_node(invocation, cluster), *engine_rules(engine, invocation, spec, cluster))
     invocation = replace(invocation, findings=(*invocation.findings, *added))
-    illegal, unwise = _findings(invocation, plan)
+    illegal, unwise = findings(invocation, plan)
     starts = not illegal and plan.fits and (prefill is None or prefill.ok)
     suggestions: tuple[Suggestion, ...] = ()
     mended: tuple[Command, ...] = ()
@@ -310,43 +315,6 @@ def misleading(spec: ModelSpec, invocation: Invocation, plan: Plan) -> tuple[tup
 def _limited(layer: object) -> bool:
     attention = getattr(layer, "attention", None)
     return attention is not None and attention.reach is not None
-
-
-def _judge_training(
-    engine: Engine, invocation: Invocation, spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
-) -> Verdict:
-    options = train_engine(invocation)
-    plan = plan_train(spec, cluster, work, profile, options, invocation.layout, recompute_fixed=True)
-    illegal, unwise = _findings(invocation, plan)
-    if illegal:
-        first = illegal[0]
-        line = f"will not start: {first.message}" + (f" ({first.where})" if first.where else "")
-    else:
-        assert plan.chosen is not None
-        worst = plan.chosen.memory.worst
-        word = "will start" if plan.fits else "will run out of memory"
-        line = (
-            f"{word}: {product(invocation.layout)}, rank {worst.rank} takes {gib(worst.total_bytes)} of "
-            f"{gib(worst.capacity_bytes)}"
-        )
-    starts = not illegal and plan.fits
-    suggestions: tuple[Suggestion, ...] = ()
-    mended = Emission(())
-    if not starts:
-        context = TrainContext(spec, cluster, work, profile, options, recompute_fixed=True)
-        found = training_candidates(context, plan, illegal)
-        mended, found = mend_training(engine, invocation, spec, cluster, found)
-        suggestions = tuple(training_suggestion(c, work, invocation.layout) for c in found)
-    return Verdict(
-        verdict=line,
-        starts=starts,
-        invocation=invocation,
-        plan=plan,
-        suggestions=suggestions,
-        mended=mended.commands,
-        mended_files=mended.files,
-        unwise=tuple(sentence(r) for r in unwise),
-    )
 
 
 def with_lengths(

@@ -7,7 +7,7 @@ import pytest
 from meshwright.engines.deepspeed.understand import WORKSPACE_BYTES, understand
 from meshwright.engines.sizes import unit_sizes
 from meshwright.engines.trainer_args import TrainerArgs
-from meshwright.judge.verdict import train_engine
+from meshwright.judge.training import train_engine
 from meshwright.plan.train_shards import Unit
 from meshwright.plan.train_states import states
 from meshwright.specs.workload import Train

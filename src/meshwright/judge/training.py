@@ -1,35 +1,26 @@
-"""Layouts proposed to a training command that does not start, and the command of the first one."""
+"""Verdict on a training command: does it fit, layouts that would, and the command of the first one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from meshwright.engines.base import Emission, Engine, Invocation, Request
 from meshwright.errors import IllegalLayoutError, InputError
+from meshwright.judge.verdict import MAX_SUGGESTIONS, Suggestion, Verdict, findings, sentence
 from meshwright.plan.plan import Candidate, Plan
 from meshwright.plan.train import TrainContext, plan_train
 from meshwright.plan.train_engine import TrainEngine, engine_preset
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout, product
 from meshwright.specs.model import ModelSpec
+from meshwright.specs.profile import EngineProfile
 from meshwright.specs.rules import Rule
 from meshwright.specs.units import gib
 from meshwright.specs.workload import Train
 
-#: Suggestions that are shown.
-MAX_SUGGESTIONS = 3
 #: Legal layouts near an illegal one that are counted in full.
 MAX_NEAR = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """A layout that would start, with what it holds."""
-
-    layout: Layout
-    text: str
-    fits: bool
 
 
 def train_engine(invocation: Invocation) -> TrainEngine:
@@ -41,6 +32,48 @@ def train_engine(invocation: Invocation) -> TrainEngine:
     options = dict(invocation.train_options)
     preset = str(options.pop("preset", "torch"))
     return engine_preset(preset, **options)
+
+
+def judge_training(
+    engine: Engine, invocation: Invocation, spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
+) -> Verdict:
+    """Judge a training command.
+
+    Raises:
+        InputError: an option that ``TrainEngine`` does not have.
+    """
+    options = train_engine(invocation)
+    plan = plan_train(spec, cluster, work, profile, options, invocation.layout, recompute_fixed=True)
+    illegal, unwise = findings(invocation, plan)
+    if illegal:
+        first = illegal[0]
+        line = f"will not start: {first.message}" + (f" ({first.where})" if first.where else "")
+    else:
+        assert plan.chosen is not None
+        worst = plan.chosen.memory.worst
+        word = "will start" if plan.fits else "will run out of memory"
+        line = (
+            f"{word}: {product(invocation.layout)}, rank {worst.rank} takes {gib(worst.total_bytes)} of "
+            f"{gib(worst.capacity_bytes)}"
+        )
+    starts = not illegal and plan.fits
+    suggestions: tuple[Suggestion, ...] = ()
+    mended = Emission(())
+    if not starts:
+        context = TrainContext(spec, cluster, work, profile, options, recompute_fixed=True)
+        found = training_candidates(context, plan, illegal)
+        mended, found = mend_training(engine, invocation, spec, cluster, found)
+        suggestions = tuple(training_suggestion(c, work, invocation.layout) for c in found)
+    return Verdict(
+        verdict=line,
+        starts=starts,
+        invocation=invocation,
+        plan=plan,
+        suggestions=suggestions,
+        mended=mended.commands,
+        mended_files=mended.files,
+        unwise=tuple(sentence(r) for r in unwise),
+    )
 
 
 def training_candidates(context: TrainContext, plan: Plan, illegal: Sequence[Rule]) -> tuple[Candidate, ...]:
