@@ -123,7 +123,7 @@ def test_emit_refuses_what_does_not_fit_and_writes_nothing(run: Run, tmp_path: P
     code, _, err = run(
         "plan", "serve", "llama-3.1-405b", "--on", "8xRTX-3090", "--layout", "tp=8", "--emit", str(folder)
     )
-    assert code == 2
+    assert code == 1
     assert "nothing is written" in err
     assert not folder.exists()
 
@@ -218,3 +218,38 @@ def test_positions_stretched_by_hand_count(run: Run, tmp_path: Path, factor: flo
     assert run("check", "--on", "1xH100-SXM", "--", *command)[0] == code
     (tmp_path / "serve.yaml").write_text(f"model: {tmp_path}\nmax-model-len: 131072\n")
     assert run("check", str(tmp_path / "serve.yaml"), "--on", "1xH100-SXM")[0] == code
+
+
+def test_emit_names_the_side_that_does_not_work(run: Run, tmp_path: Path) -> None:
+    where = ("plan", "serve", "llama-3.1-70b", "--on", "2x8xH100-SXM@ib-400g", "--emit", str(tmp_path / "out"))
+    code, _, err = run(*where, "--prefill", "tp=4", "--decode", "tp=3")
+    assert code == 1
+    assert "because illegal: 64 attention heads are not divisible by tensor parallel size 3" in err
+    code, _, err = run(*where, "--prefill", "tp=3", "--decode", "tp=4")
+    assert code == 1
+    assert "because prefill side: illegal: 64 attention heads" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_start_that_hangs_on_an_unknown_flag_says_so_first(run: Run) -> None:
+    code, out, _ = run("check", "--on", "1xH100-SXM", "--", "vllm serve Qwen/Qwen3-8B --flux 3")
+    assert code == 0
+    assert out.startswith("will start if the installed version knows --flux, 0.33.0 does not: TP 1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--model", "llama-3.1-405b", "--", "deepspeed --num_gpus 8 train.py --deepspeed ds.json"),
+        ("--", "vllm serve deepseek-v3 -tp 8"),
+    ],
+)
+def test_where_nothing_fits_the_way_out_is_said(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    code, out, _ = run("check", "--on", "8xH100-SXM", *words)
+    assert code == 1
+    assert "way out: no layout looked at fits on 1x8xH100-SXM" in out.replace("\n", " ")

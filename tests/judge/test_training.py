@@ -87,3 +87,12 @@ def test_neighbours_of_an_illegal_layout_come_before_others(tmp_path: Path) -> N
     verdict = check(command, "4x8xH100-SXM", base=tmp_path)
     assert verdict.suggestions[0].text.startswith("TP 8 x PP 4: rank 0 takes")
     assert len(verdict.mended) == 4
+
+
+def test_copies_that_do_not_fit_are_counted_without_activations() -> None:
+    verdict = check("torchrun --nproc-per-node 8 train.py", "8xH100-SXM", model="llama-3.1-8b")
+    assert verdict.plan.chosen is not None
+    worst = verdict.plan.chosen.memory.worst
+    states = (worst.total_bytes - worst.activations_bytes - worst.runtime_bytes) / 2**30
+    [text] = [t for t in verdict.unwise if "copies" in t]
+    assert f"parameters and states take {states:,.1f} GiB a rank of 79.2 GiB" in text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from meshwright.cli.parse import in_range, one_of, seconds
-from meshwright.errors import InputError
+from meshwright.errors import IllegalLayoutError, InputError
 
 if TYPE_CHECKING:
     from meshwright.plan.plan import Plan
@@ -105,6 +105,7 @@ def with_emission(result: Plan, prefill: Plan | None, out: _Output) -> tuple[Pla
 
     Raises:
         InputError: the engine cannot be started that way, or a file cannot be written.
+        IllegalLayoutError: files are asked for and the plan does not work.
     """
     if not (out.emit or out.deployment or out.options or prefill):
         return result, []
@@ -117,7 +118,8 @@ def with_emission(result: Plan, prefill: Plan | None, out: _Output) -> tuple[Pla
         raise InputError("--option is key=value, as in --option connector=mooncake")
     if not result.ok or (prefill is not None and not prefill.ok):
         if out.emit is not None:
-            raise InputError(f"--emit: nothing is written, because {(prefill or result).verdict}")
+            side, failed = ("prefill side: ", prefill) if prefill is not None and not prefill.ok else ("", result)
+            raise IllegalLayoutError(f"--emit: nothing is written, because {side}{failed.verdict}")
         return result, []
     options = {key: value for key, _, value in pairs}
     emission = emit(result, prefill=prefill, deployment=out.deployment, options=options)  # type: ignore[arg-type]

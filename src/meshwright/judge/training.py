@@ -7,7 +7,15 @@ from dataclasses import replace
 
 from meshwright.engines.base import Emission, Engine, Invocation, Request
 from meshwright.errors import IllegalLayoutError, InputError
-from meshwright.judge.verdict import MAX_SUGGESTIONS, Suggestion, Verdict, findings, sentence
+from meshwright.judge.verdict import (
+    MAX_SUGGESTIONS,
+    Suggestion,
+    Verdict,
+    findings,
+    nothing_fits,
+    on_condition,
+    sentence,
+)
 from meshwright.plan.plan import Candidate, Plan
 from meshwright.plan.train import TrainContext, plan_train
 from meshwright.plan.train_engine import TrainEngine, engine_preset
@@ -65,11 +73,12 @@ def judge_training(
         mended, found = mend_training(engine, invocation, spec, cluster, found)
         suggestions = tuple(training_suggestion(c, work, invocation.layout) for c in found)
     return Verdict(
-        verdict=line,
+        verdict=on_condition(line, invocation),
         starts=starts,
         invocation=invocation,
         plan=plan,
         suggestions=suggestions,
+        way_out="" if starts or suggestions or illegal else nothing_fits(cluster, "keep optimizer states on the host"),
         mended=mended.commands,
         mended_files=mended.files,
         unwise=tuple(sentence(r) for r in unwise),

@@ -22,6 +22,8 @@ from meshwright.specs.workload import Serve, Train
 
 #: Suggestions that are shown.
 MAX_SUGGESTIONS = 3
+#: Code of the finding on a flag that this version does not have.
+UNKNOWN = "flag_unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Verdict:
         plan: memory, rules and alternatives, as ``plan`` gives them.
         prefill: the same of the prefill side where the command splits the two.
         suggestions: layouts that start, nearest first.
+        way_out: what is left where no layout of these devices fits, else empty.
         mended: the command with the first suggestion in it.
         mended_files: files that the mended command reads.
         unwise: sentences on what works and wastes something.
@@ -56,6 +59,7 @@ class Verdict:
     plan: Plan
     prefill: Plan | None = None
     suggestions: tuple[Suggestion, ...] = ()
+    way_out: str = ""
     mended: tuple[Command, ...] = ()
     mended_files: tuple[OutFile, ...] = ()
     unwise: tuple[str, ...] = ()
@@ -153,16 +157,31 @@ def _judge_serving(
         suggestions = _suggest(spec, cluster, work, profile, settings, plan, illegal)
         mended = _mend(engine, invocation, spec, cluster, work, profile, settings, suggestions)
     return Verdict(
-        verdict=_serving_line(invocation, work, plan, prefill, illegal),
+        verdict=on_condition(_serving_line(invocation, work, plan, prefill, illegal), invocation),
         starts=starts,
         invocation=invocation,
         plan=plan,
         prefill=prefill,
         suggestions=suggestions,
+        way_out="" if starts or suggestions or illegal else nothing_fits(cluster, "quantize weights"),
         mended=mended,
         unwise=tuple(sentence(r) for r in unwise),
         misleading=misleading(spec, invocation, plan),
     )
+
+
+def on_condition(line: str, invocation: Invocation) -> str:
+    """The first line, with the flags that another version would have to know; ours stops at them."""
+    unknown = [w for w in invocation.unknown if any(w in r.message for r in invocation.findings if r.code == UNKNOWN)]
+    if not unknown or not line.startswith("will start"):
+        return line
+    said = f"will start if the installed version knows {', '.join(unknown[:3])}, {invocation.version} does not"
+    return said + line.removeprefix("will start")
+
+
+def nothing_fits(cluster: Cluster, cure: str) -> str:
+    """What is left where no layout of these devices holds the model."""
+    return f"no layout looked at fits on {cluster}: use more or larger devices, or {cure}"
 
 
 def too_many_requests(work: Serve, plan: Plan) -> list[Rule]:

@@ -289,7 +289,11 @@ def _given(ctx: TrainContext, layout: Layout, works: list[Candidate], rejected: 
         states = worst.weights_bytes + worst.gradients_bytes + (0 if layout.zero else worst.optimizer_bytes)
         found = dp_does_not_cure(layout, states, worst.capacity_bytes)
         cure = "spread the states with zero=3, or give the devices to tp or pp"
-        rules += tuple(replace(rule, severity="unwise", way_out=cure) for rule in found)
+        text = f"parameters and states take {gib(states)} a rank of {gib(worst.capacity_bytes)}; dp {layout.dp} makes"
+        rules += tuple(
+            replace(rule, severity="unwise", message=f"{text} copies and cuts no weights", way_out=cure)
+            for rule in found
+        )
     others = alternatives(chosen, works) if chosen is not None and fits else _better(works)
     return Plan(
         kind="train",

@@ -28,6 +28,8 @@ def show_verdict(verdict: Verdict, out: Console | None = None) -> None:
         out.print(escape(f"way out: {told.way_out}"))
     if verdict.suggestions:
         out.print(escape("use " + "; or ".join(s.text for s in verdict.suggestions)))
+    if verdict.way_out:
+        out.print(escape(f"way out: {verdict.way_out}"))
     for rule in invocation.findings:
         if rule is not told:
             out.print(escape(f"{rule.severity}: {rule.message}; {rule.way_out}"))
@@ -86,6 +88,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         },
         "prefill": plan_json(verdict.prefill) if verdict.prefill is not None else None,
         "suggestions": [{"layout": layout_json(s.layout), "text": s.text, "fits": s.fits} for s in verdict.suggestions],
+        "way_out": verdict.way_out,
         "mended": [plain(command) for command in verdict.mended],
         "mended_files": [plain(file) for file in verdict.mended_files],
         "unwise": list(verdict.unwise),
