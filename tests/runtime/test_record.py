@@ -164,17 +164,22 @@ time.sleep(60)
 """
 
 
+def written(path: Path) -> int:
+    """Entries of all_reduce that a file holds so far."""
+    return path.read_text(encoding="utf-8").count('"all_reduce"') if path.is_file() else 0
+
+
 def test_the_file_of_a_killed_rank_ends_in_what_it_waited_for(tmp_path: Path) -> None:
     program = tmp_path / "hang.py"
     program.write_text(HANGING)
     port = _free_port()
     ranks = [start(["--out", str(tmp_path), str(program)], port, rank) for rank in range(2)]
-    path = tmp_path / "rank0.jsonl"
+    wanted = {0: 2, 1: 1}
     try:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             time.sleep(0.5)
-            if path.is_file() and path.read_text(encoding="utf-8").count('"all_reduce"') == 2:
+            if all(written(tmp_path / f"rank{rank}.jsonl") == count for rank, count in wanted.items()):
                 break
     finally:
         for rank in ranks:
