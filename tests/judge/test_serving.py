@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from meshwright.errors import InputError
 from meshwright.judge.check import check_config
 from meshwright.specs.cluster import parse_cluster
 from tests.judge.asked import check
@@ -36,3 +38,19 @@ def test_lengths_are_added_to_a_configuration_file_too(tmp_path: Path) -> None:
         assert verdict is not None
         assert verdict.starts
         assert any("400 requests of 4,000 + 500 tokens" in text for text in verdict.unwise) is wait
+
+
+@pytest.mark.parametrize("value", ["[1]", "3", '"x"'])
+def test_a_json_flag_that_is_no_object_is_one_clear_line(value: str) -> None:
+    with pytest.raises(InputError, match=r"--kv-transfer-config .* is no JSON object"):
+        check(f"vllm serve qwen3-8b --kv-transfer-config '{value}'", "H100-SXM")
+
+
+def test_a_shorter_context_is_the_way_out_where_the_weights_fit() -> None:
+    verdict = check("vllm serve qwen3-8b", "RTX-4090")
+    assert not verdict.starts
+    said = re.search(r"state a context of at most ([\d,]+) tokens$", verdict.way_out)
+    assert said is not None
+    longest = int(said[1].replace(",", ""))
+    assert check(f"vllm serve qwen3-8b --max-model-len {longest}", "RTX-4090").starts
+    assert not check(f"vllm serve qwen3-8b --max-model-len {longest + 32}", "RTX-4090").starts

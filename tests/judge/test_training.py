@@ -96,3 +96,16 @@ def test_copies_that_do_not_fit_are_counted_without_activations() -> None:
     states = (worst.total_bytes - worst.activations_bytes - worst.runtime_bytes) / 2**30
     [text] = [t for t in verdict.unwise if "copies" in t]
     assert f"parameters and states take {states:,.1f} GiB a rank of 79.2 GiB" in text
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "accelerate launch", "torchrun --nproc-per-node 8"])
+def test_the_trainers_own_fsdp_shards_under_every_launcher(launcher: str) -> None:
+    verdict = check(f"{launcher} train.py --fsdp 'full_shard auto_wrap'", "8xH100-SXM", model="llama-3.1-8b")
+    assert (verdict.invocation.layout.dp, verdict.invocation.layout.zero) == (8, 3)
+    assert verdict.starts
+
+
+def test_a_flag_of_a_serving_engine_is_translated_for_megatron() -> None:
+    command = MEGATRON.format(tp=1).replace("--tensor-model-parallel-size 1", "--tensor-parallel-size 4")
+    [rule] = [r for r in check(command, "8xH100-SXM").invocation.findings if r.code == "flag_unknown"]
+    assert rule.way_out.endswith("use --tensor-model-parallel-size")

@@ -91,3 +91,11 @@ def on_host(request: Request) -> tuple[str, ...]:
     """States that a request keeps in host memory: parameters, gradients, optimizer."""
     stated = request.train_options.get("on_host", ())
     return tuple(map(str, stated)) if isinstance(stated, tuple) else ()
+
+
+def shards_in_trainer(launch: Launch) -> bool:
+    """Whether only the Trainer's own ``--fsdp`` shards: the launcher configures neither FSDP nor DeepSpeed."""
+    words = {w.partition("=")[0] for w in launch.arguments}
+    if "--fsdp" not in words or words & {"--deepspeed", "--deepspeed_config"} or launch.config_file is not None:
+        return False
+    return not {name for name, _ in launch.given} & {"--use-fsdp", "--use_fsdp", "--use-deepspeed", "--use_deepspeed"}

@@ -163,7 +163,7 @@ def _judge_serving(
         plan=plan,
         prefill=prefill,
         suggestions=suggestions,
-        way_out="" if starts or suggestions or illegal else nothing_fits(cluster, "quantize weights"),
+        way_out="" if starts or suggestions or illegal else nothing_fits(cluster, shorter_or_smaller(plan)),
         mended=mended,
         unwise=tuple(sentence(r) for r in unwise),
         misleading=misleading(spec, invocation, plan),
@@ -182,6 +182,21 @@ def on_condition(line: str, invocation: Invocation) -> str:
 def nothing_fits(cluster: Cluster, cure: str) -> str:
     """What is left where no layout of these devices holds the model."""
     return f"no layout looked at fits on {cluster}: use more or larger devices, or {cure}"
+
+
+def shorter_or_smaller(plan: Plan) -> str:
+    """What a serving command can give up: context where the weights fit, else bytes of the weights."""
+    longest = runnable_context(plan)
+    return f"state a context of at most {longest:,} tokens" if longest > 0 else "quantize the weights"
+
+
+def runnable_context(plan: Plan) -> int:
+    """Longest context with which one request runs: vLLM's own number counts the block that it holds back."""
+    if plan.chosen is None or not isinstance(plan.chosen.memory, ServeMemory):
+        return 0
+    settings, layout = plan.settings, plan.chosen.layout
+    block = settings.block_size if settings is not None and plan.engine.startswith("vllm") else 0
+    return max(0, plan.chosen.memory.longest_context - (block or 0) * layout.dcp * layout.cp)
 
 
 def too_many_requests(work: Serve, plan: Plan) -> list[Rule]:
@@ -219,7 +234,7 @@ def _serving_line(
             )
         return (
             f"will not start: one request of {work.context:,} tokens needs {gib(memory.needed_bytes)} of KV cache, "
-            f"{gib(memory.kv_pool_bytes)} are left; the longest that fits has {memory.longest_context:,} tokens"
+            f"{gib(memory.kv_pool_bytes)} are left; the longest that fits has {runnable_context(plan):,} tokens"
         )
     return (
         f"will start: {name}, {gib(worst.weights_bytes)} of weights a rank, KV cache of {memory.kv_cache_tokens:,} "

@@ -15,7 +15,7 @@ from meshwright.engines.deepspeed.understand import understand as understand_dee
 from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import accelerate_flags, read_launch
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer
-from meshwright.engines.training import TrainingEngine, world_of
+from meshwright.engines.training import TrainingEngine, shards_in_trainer, world_of
 from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
@@ -35,7 +35,7 @@ class Accelerate(TrainingEngine):
     def recognises(self, argv: Sequence[str]) -> bool:
         """``accelerate launch`` (also as a module, or behind srun)."""
         launch = read_launch(argv)
-        return launch is not None and launch.launcher == "accelerate"
+        return launch is not None and launch.launcher == "accelerate" and not shards_in_trainer(launch)
 
     def parse(
         self, argv: Sequence[str], env: Mapping[str, str], read: FileReader, version: str | None = None

@@ -15,7 +15,7 @@ from meshwright.engines.deepspeed.understand import nested, script_of, understan
 from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import deepspeed_flags, read_launch
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer
-from meshwright.engines.training import TrainingEngine, from_launch, world_of
+from meshwright.engines.training import TrainingEngine, from_launch, shards_in_trainer, world_of
 from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
@@ -38,7 +38,7 @@ class DeepSpeed(TrainingEngine):
         if launch is None or not launch.script:
             return False
         if launch.launcher == "deepspeed":
-            return True
+            return not shards_in_trainer(launch)
         return launch.launcher != "accelerate" and any(
             w.partition("=")[0] in {"--deepspeed", "--deepspeed_config"} for w in launch.arguments
         )

@@ -99,6 +99,15 @@ def _invocation(a: Args, env: Mapping[str, str], devices: int | None, table: Fla
     )
 
 
+#: Words for one thing in serving engines: what Megatron calls it.
+CALLED = {
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "--tensor-model-parallel-size"),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "--pipeline-model-parallel-size"),
+    **dict.fromkeys(("--ep-size", "--ep", "--expert-parallel-size"), "--expert-model-parallel-size"),
+    **dict.fromkeys(("--max-model-len", "--context-length", "--max-seq-len"), "--seq-length"),
+}
+
+
 def _words(words: Words, table: FlagTable) -> list[Rule]:
     """What argparse refuses, flags of earlier versions, and flags of another engine."""
     where = "Megatron-LM megatron/training/arguments.py parse_args"
@@ -116,11 +125,10 @@ def _words(words: Words, table: FlagTable) -> list[Rule]:
             found.append(broken("flag_unknown", "illegal", f"{shown(name)} has underscores for dashes", way, where))
         else:
             others = owners(word, "megatron")
-            way = (
-                f"it is a flag of {', '.join(others)}; leave it out"
-                if others
-                else "leave it out, or check its spelling"
-            )
+            way = "leave it out, or check its spelling"
+            if others:
+                called = CALLED.get(name.replace("_", "-"))
+                way = f"it is a flag of {', '.join(others)}; " + (f"use {called}" if called else "leave it out")
             found.append(
                 broken(
                     "flag_unknown",

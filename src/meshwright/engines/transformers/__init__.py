@@ -10,7 +10,7 @@ from meshwright.engines.base import BootLog, Emission, FileReader, FlagTable, In
 from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import Launch, read_launch
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer, trainer_flags
-from meshwright.engines.training import TrainingEngine, from_launch, world_of
+from meshwright.engines.training import TrainingEngine, from_launch, shards_in_trainer, world_of
 from meshwright.engines.transformers.config import as_config
 from meshwright.engines.transformers.emit import emit
 from meshwright.engines.transformers.profile import PROFILES
@@ -38,8 +38,10 @@ class Transformers(TrainingEngine):
     def recognises(self, argv: Sequence[str]) -> bool:
         """A script that is given a DistributedConfig, degrees one by one, or the Trainer's ``--fsdp``."""
         launch = read_launch(argv)
-        if launch is None or not launch.script or launch.launcher in {"deepspeed", "accelerate"}:
+        if launch is None or not launch.script:
             return False
+        if launch.launcher in {"deepspeed", "accelerate"}:
+            return shards_in_trainer(launch)
         keys = {w.partition("=")[0].replace("-", "_").replace("__", "--", 1) for w in launch.arguments}
         return bool(keys & {*SIZES, "--distributed_config", "--fsdp"}) or _positional(launch) is not None
 

@@ -81,13 +81,15 @@ def transfer_config(words: Words) -> Mapping[str, object]:
 
 
 def as_object(words: Words, flag: str) -> Mapping[str, object]:
-    """A JSON flag as an object, empty when it is not given or no object.
+    """A JSON flag as an object, empty when it is not given or ``null``.
 
     Raises:
-        InputError: not JSON.
+        InputError: not JSON, or no object.
     """
     value = words.json(flag) if any(g.flag.name == flag for g in words.given) else None
-    return value if isinstance(value, dict) else {}
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"{flag} {shown(words.text(flag) or '')} is no JSON object")
+    return value or {}
 
 
 def _speculative(words: Words, notes: list[str]) -> tuple[bool, int]:
