@@ -48,9 +48,9 @@ lint: $(VENV)/.stamp-dev
 unit: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow"
 
-# Every test, the ones marked slow included.
+# Every test, the ones marked slow included; writes bench/results/prove_all.json.
 prove-all: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m bench.prove_all
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,61 @@
+"""Run every test, the slow ones in full, and write what happened: ``bench/results/prove_all.json``.
+
+``make prove-all`` calls it. The file names commit, date and machine, so that a count of 2,000 round trips or a proof of a
+real checkpoint can be looked up without running it again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.speed import commit, machine
+
+RESULTS = Path(__file__).with_name("results") / "prove_all.json"
+#: Longest tests that are listed.
+LISTED = 25
+
+
+def summary(report: Path) -> dict[str, object]:
+    """Counts, failures, skips with their reasons, and the longest tests of a JUnit file that pytest wrote."""
+    cases = list(ET.parse(report).getroot().iter("testcase"))
+    failed, skipped = [], Counter[str]()
+    times: list[tuple[float, str]] = []
+    for case in cases:
+        name = f"{case.get('classname', '')}::{case.get('name', '')}"
+        times.append((float(case.get("time", 0)), name))
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(name)
+        elif (skip := case.find("skipped")) is not None:
+            skipped[str(skip.get("message", ""))] += 1
+    return {
+        "passed": len(cases) - len(failed) - sum(skipped.values()),
+        "failed": failed,
+        "skipped": dict(sorted(skipped.items())),
+        "longest_s": [[name, round(seconds, 1)] for seconds, name in sorted(times, reverse=True)[:LISTED]],
+    }
+
+
+def main() -> int:
+    """Run pytest on everything; its exit code is ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        words = ["-q", "-n", "2", "--dist", "loadfile", f"--junitxml={report}", *sys.argv[1:]]
+        code = subprocess.run([sys.executable, "-m", "pytest", *words], check=False).returncode
+        if not report.is_file():
+            return code or 1
+        found = {"commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps({**found, **summary(report)}, indent=1) + "\n", encoding="utf-8")
+    print(f"result: {RESULTS}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
