@@ -1,7 +1,7 @@
 """Run every test, the slow ones in full, and write what happened: ``bench/results/prove_all.json``.
 
-``make prove-all`` calls it. The file names commit, date and machine, so that a count of 2,000 round trips or a proof of a
-real checkpoint can be looked up without running it again.
+``make prove-all`` calls it. The file names commit, date and machine, so that a count of 2,000 round trips or a proof of
+a real checkpoint can be looked up without running it again.
 """
 
 from __future__ import annotations
