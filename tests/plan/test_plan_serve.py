@@ -12,6 +12,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.serve import plan_serve
 from meshwright.specs.build import decoder
 from meshwright.specs.cluster import parse_cluster
+from meshwright.specs.hf.read import read_model
 from meshwright.specs.layout import Layout, parse_layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.profile import ServeSettings
@@ -49,11 +50,23 @@ def plan(spec: ModelSpec, on: str, layout: str | None = None, engine: str = "vll
     )
 
 
+def bytes_of_a_parameter(spec: ModelSpec, packed: bool = False) -> float:
+    """What one parameter takes in the tensor table: of all tensors, or of those that pack several into an element."""
+    rows = [f for f in spec.select("decoder") if f.elements > 1 or not packed]
+    return sum(f.total_bytes for f in rows) / sum(f.parameters for f in rows)
+
+
 @pytest.mark.parametrize(
-    ("parameters", "bits", "gib"), [(7.6e9, 16, 14), (70e9, 16, 130), (405e9, 16, 754), (70e9, 4, 33)]
+    ("parameters", "model", "packed", "gib"),
+    [
+        (7.6e9, "qwen2.5-7b", False, 14),
+        (70e9, "llama-3.1-70b", False, 130),
+        (405e9, "llama-3.1-405b", False, 754),
+        (70e9, "Qwen/Qwen2.5-72B-Instruct-AWQ", True, 33),
+    ],
 )
-def test_weights_in_gib(parameters: float, bits: int, gib: int) -> None:
-    assert round(parameters * bits / 8 / GIB) == gib
+def test_weights_in_gib(parameters: float, model: str, packed: bool, gib: int) -> None:
+    assert round(parameters * bytes_of_a_parameter(read_model(model), packed) / GIB) == gib
 
 
 def test_the_builders_models_weigh_what_their_names_say() -> None:
