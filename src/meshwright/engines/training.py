@@ -50,6 +50,18 @@ class TrainingEngine:
         return self.table()
 
 
+def completed(invocation: Invocation, found: Invocation) -> Invocation:
+    """The invocation with what was understood once model and devices were known; nothing is said twice."""
+    return replace(
+        invocation,
+        layout=found.layout,
+        workload=found.workload,
+        train_options=found.train_options,
+        findings=tuple(dict.fromkeys(invocation.findings + found.findings)),
+        notes=tuple(dict.fromkeys(invocation.notes + found.notes)),
+    )
+
+
 def from_launch(invocation: Invocation, launch: Launch) -> Invocation:
     """An invocation with world, findings and flags of the launcher in front."""
     return replace(

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from meshwright.plan.cores import Batch
-from meshwright.plan.forward import compute_dtype, embedding_ops, head_ops, kv_dtype, serve_batch, stage_hand_off
-from meshwright.plan.layer_ops import Context, layer_ops
+from meshwright.plan.forward import embedding_ops, head_ops, serve_batch, serving_context, stage_hand_off
+from meshwright.plan.layer_ops import layer_ops
 from meshwright.plan.plan import Cost
 from meshwright.plan.products import Held, Kind, held
-from meshwright.plan.wire import Op, ways
+from meshwright.plan.wire import Op
 from meshwright.specs.cluster import Cluster, Device, Link
 from meshwright.specs.placement import Coordinate, Placement
 from meshwright.specs.profile import ServeSettings
@@ -183,16 +183,8 @@ def stage_tallies(
     placement: Placement, cluster: Cluster, batch: Batch, settings: ServeSettings, sampled: int, ranks: StageRanks
 ) -> list[Tally]:
     """One forward of ``batch`` on the first rank class of every stage (``ranks``: see ``stage_ranks``)."""
-    spec, last = placement.spec, len(placement.stages) - 1
-    context = Context(
-        placement.layout,
-        placement.cuts.grid,
-        ways(placement.profile),
-        spec.hidden,
-        compute_dtype(spec, settings),
-        kv_dtype(spec, settings),
-        batch,
-    )
+    last = len(placement.stages) - 1
+    context = serving_context(placement, batch, settings)
     out = []
     for stage, own, links in ranks:
         total = Tally()

@@ -83,6 +83,20 @@ def serve_batch(workload: Serve, phase: str, layout: Layout, settings: ServeSett
     return Batch("decode", sequences, 1, workload.isl + workload.osl // 2)
 
 
+def serving_context(placement: Placement, batch: Batch, settings: ServeSettings) -> Context:
+    """What the layers of one serving forward share."""
+    spec = placement.spec
+    return Context(
+        placement.layout,
+        placement.cuts.grid,
+        ways(placement.profile),
+        spec.hidden,
+        compute_dtype(spec, settings),
+        kv_dtype(spec, settings),
+        batch,
+    )
+
+
 def forward_entries(placement: Placement, batch: Batch, settings: ServeSettings | None = None) -> list[Entry]:
     """Every product, collective and hand-off of one forward, for every rank class of the placement.
 
@@ -95,16 +109,7 @@ def forward_entries(placement: Placement, batch: Batch, settings: ServeSettings 
     the axis of the group.
     """
     settings = settings or ServeSettings()
-    spec = placement.spec
-    context = Context(
-        placement.layout,
-        placement.cuts.grid,
-        ways(placement.profile),
-        spec.hidden,
-        compute_dtype(spec, settings),
-        kv_dtype(spec, settings),
-        batch,
-    )
+    context = serving_context(placement, batch, settings)
     entries: list[Entry] = []
     kinds: dict[object, Kind] = {}
     for rank_class in placement.classes:

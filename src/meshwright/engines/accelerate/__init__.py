@@ -15,7 +15,7 @@ from meshwright.engines.deepspeed.understand import understand as understand_dee
 from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import accelerate_flags, read_launch
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer
-from meshwright.engines.training import TrainingEngine, shards_in_trainer, world_of
+from meshwright.engines.training import TrainingEngine, completed, shards_in_trainer, world_of
 from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
@@ -84,14 +84,7 @@ class Accelerate(TrainingEngine):
             found = understand_deepspeed(config, script, devices, spec, cluster.device.memory_bytes)
         else:
             found = understand(config, flags, script, spec, cluster)
-        return replace(
-            invocation,
-            layout=found.layout,
-            workload=found.workload,
-            train_options=found.train_options,
-            findings=tuple(dict.fromkeys(invocation.findings + found.findings)),
-            notes=tuple(dict.fromkeys(invocation.notes + found.notes)),
-        )
+        return completed(invocation, found)
 
     def emit(self, request: Request, version: str | None = None) -> Emission:
         """YAML and one command a node."""

@@ -15,7 +15,7 @@ from meshwright.engines.deepspeed.understand import nested, script_of, understan
 from meshwright.engines.flagwords import shown
 from meshwright.engines.launcher import deepspeed_flags, read_launch
 from meshwright.engines.trainer_args import TrainerArgs, read_trainer
-from meshwright.engines.training import TrainingEngine, from_launch, shards_in_trainer, world_of
+from meshwright.engines.training import TrainingEngine, completed, from_launch, shards_in_trainer, world_of
 from meshwright.engines.verified import verified
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
@@ -75,14 +75,7 @@ class DeepSpeed(TrainingEngine):
         devices = world_of(invocation, cluster)
         config, script = nested(invocation.given), script_of(invocation.given)
         found = understand(config, script, devices, spec, cluster.device.memory_bytes)
-        return replace(
-            invocation,
-            layout=found.layout,
-            workload=found.workload,
-            train_options=found.train_options,
-            findings=tuple(dict.fromkeys(invocation.findings + found.findings)),
-            notes=tuple(dict.fromkeys(invocation.notes + found.notes)),
-        )
+        return completed(invocation, found)
 
     def emit(self, request: Request, version: str | None = None) -> Emission:
         """Configuration, host file and launcher command."""

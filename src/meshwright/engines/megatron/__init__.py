@@ -11,29 +11,22 @@ from meshwright.engines.megatron import emit as _emit
 from meshwright.engines.megatron import logs as _logs
 from meshwright.engines.megatron import parse as _parse
 from meshwright.engines.megatron.profile import PROFILES
+from meshwright.engines.training import TrainingEngine
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.model import ModelSpec
-from meshwright.specs.profile import EngineProfile
 
 _FOLDER = Path(__file__).parent
 
 
-class Megatron:
+class Megatron(TrainingEngine):
     """The engine (see ``engines.base.Engine``)."""
 
     name = "megatron"
+    profiles = PROFILES
 
-    def versions(self) -> tuple[str, ...]:
-        """Versions with a profile, newest first."""
-        return tuple(PROFILES)
-
-    def profile(self, version: str | None = None) -> EngineProfile:
-        """Profile of a version."""
-        return PROFILES[version or self.versions()[0]]
-
-    def flags(self, version: str | None = None) -> FlagTable:
-        """Arguments of a version."""
-        return load_table(_FOLDER, version or self.versions()[0])
+    def table(self) -> FlagTable:
+        """Arguments of the newest version."""
+        return load_table(_FOLDER, self.versions()[0])
 
     def recognises(self, argv: Sequence[str]) -> bool:
         """Whether these words start a Megatron script."""

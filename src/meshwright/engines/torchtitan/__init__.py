@@ -11,30 +11,23 @@ from meshwright.engines.torchtitan import emit as _emit
 from meshwright.engines.torchtitan import logs as _logs
 from meshwright.engines.torchtitan import parse as _parse
 from meshwright.engines.torchtitan.profile import PROFILES
+from meshwright.engines.training import TrainingEngine
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.hf.read import read_model
 from meshwright.specs.model import ModelSpec
-from meshwright.specs.profile import EngineProfile
 
 _FOLDER = Path(__file__).parent
 
 
-class Torchtitan:
+class Torchtitan(TrainingEngine):
     """The engine (see ``engines.base.Engine``)."""
 
     name = "torchtitan"
+    profiles = PROFILES
 
-    def versions(self) -> tuple[str, ...]:
-        """Versions with a profile, newest first."""
-        return tuple(PROFILES)
-
-    def profile(self, version: str | None = None) -> EngineProfile:
-        """Profile of a version."""
-        return PROFILES[version or self.versions()[0]]
-
-    def flags(self, version: str | None = None) -> FlagTable:
-        """Flags of a version."""
-        return load_table(_FOLDER, version or self.versions()[0])
+    def table(self) -> FlagTable:
+        """Flags of the newest version."""
+        return load_table(_FOLDER, self.versions()[0])
 
     def recognises(self, argv: Sequence[str]) -> bool:
         """Whether these words start torchtitan's trainer."""
