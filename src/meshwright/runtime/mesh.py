@@ -70,12 +70,19 @@ class Mesh:
         return self.groups[axis]
 
 
-def build_mesh(placement: Placement, rank: int, device: str | torch.device = "cpu") -> Mesh:
+def build_mesh(
+    placement: Placement, rank: int, device: str | torch.device = "cpu", *, own_groups: bool = False
+) -> Mesh:
     """Make the process groups of every axis with more than one rank.
 
     Collective: every rank of the world calls it once, and all ranks make all groups in the same order (axis by axis,
     by ascending first rank), because torch.distributed numbers groups by the order in which they are made. A world
     of one needs no torch.distributed at all.
+
+    Args:
+        placement, rank, device: see ``Mesh``.
+        own_groups: make only the groups that hold ``rank``: for a dry-run, in which there are no other ranks to agree
+            with.
 
     Raises:
         IllegalLayoutError: the layout needs another number of ranks than were started.
@@ -87,19 +94,19 @@ def build_mesh(placement: Placement, rank: int, device: str | torch.device = "cp
             f"layout {placement.layout} needs {world} ranks, {started} were started; start {world}"
         )
     coordinate = placement.coordinate(rank)
-    groups: dict[str, Group] = {axis: _axis_group(placement, axis, rank) for axis in AXES}
+    groups: dict[str, Group] = {axis: _axis_group(placement, axis, rank, own_groups) for axis in AXES}
     store = distributed_c10d._get_default_store() if world > 1 else None
     return Mesh(placement, rank, coordinate, torch.device(device), groups, store)
 
 
-def _axis_group(placement: Placement, axis: str, rank: int) -> Group:
-    """Make all groups of an axis and return the one that holds ``rank``."""
+def _axis_group(placement: Placement, axis: str, rank: int, own: bool) -> Group:
+    """Make all groups of an axis (``own``: one) and return the one that holds ``rank``."""
     if getattr(placement.layout, axis) == 1:
         return Group(axis, (rank,), 0, None)
     mine: Group | None = None
-    for first in range(placement.layout.world):
+    for first in (rank,) if own else range(placement.layout.world):
         ranks = placement.group(axis, placement.coordinate(first))
-        if ranks[0] != first:
+        if ranks[0] != first and not own:
             continue
         pg = dist.new_group(list(ranks), group_desc=axis)
         if rank in ranks:

@@ -38,8 +38,14 @@ CORE = "attention core"
 class ProductMode(TorchDispatchMode):
     """Hands an entry a matrix product to ``add``: shapes ``((T, K), (K, N))``, dtype, FLOPs, times.
 
-    A mode must stand aside where a DTensor is an operand, or it misses what happens inside its operations.
+    A mode must stand aside where a DTensor is an operand, or it misses what happens inside its operations. For
+    programs that may compile themselves there is ``CompilingProductMode``.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch keeps its compiler out of the mode, for which it imports the compiler (2 s a process)."""
+        return False
 
     def __init__(self, add: Callable[[Entry], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -81,6 +87,20 @@ class ProductMode(TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         return func(*args, **kwargs)
+
+
+class CompilingProductMode(ProductMode):
+    """The same for any program: ``torch.compile`` in it stays out of the mode."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As in ``ProductMode``."""
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _operands(name: str, args: Sequence[Any], out: Tensor) -> tuple[Shape, Shape]:

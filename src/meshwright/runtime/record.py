@@ -30,7 +30,7 @@ from meshwright.ledger.schema import Entry, Holding, Ledger, Rank
 from meshwright.moves.ring import COLLECTIVES, wire_bytes
 from meshwright.runtime import c10d
 from meshwright.runtime.callsite import call_site
-from meshwright.runtime.products import ProductMode
+from meshwright.runtime.products import CompilingProductMode, ProductMode
 from meshwright.runtime.scope import scope, where
 from meshwright.specs.placement import AXES, Placement
 
@@ -49,13 +49,16 @@ class Recorder:
         placement: of the model, when the program is ours: gives the coordinate and names groups by axis.
         rank: global rank.
         matmuls: also record matrix products (a TorchDispatchMode: slows every op down).
+        source: what entries say of where they come from.
 
-    ``recorder.ledger()`` is what was recorded so far. ``call_site`` is the first frame outside the standard library,
+    Tensors without data (device ``meta``, of a dry-run) are handed to the backend of the CPU. ``recorder.ledger()`` is what was recorded so far. ``call_site`` is the first frame outside the standard library,
     installed packages and this runtime.
     """
 
-    def __init__(self, placement: Placement | None = None, rank: int = 0, matmuls: bool = False) -> None:
-        self.rank = rank
+    def __init__(
+        self, placement: Placement | None = None, rank: int = 0, matmuls: bool = False, source: str = "record"
+    ) -> None:
+        self.rank, self.source = rank, source
         self.rank_class = f"rank{rank}"
         self.placement = placement
         self.entries: list[Entry] = []
@@ -67,7 +70,8 @@ class Recorder:
         self._seq: dict[str, int] = {}
         self._lock = threading.Lock()
         self._works: OrderedDict[int, tuple[Any, Entry]] = OrderedDict()
-        self._mode: TorchDispatchMode | None = ProductMode(self.add) if matmuls else None
+        mode = ProductMode if placement is not None else CompilingProductMode
+        self._mode: TorchDispatchMode | None = mode(self.add) if matmuls else None
         self._library: torch.library.Library | None = None
         self._wait: Callable[..., Any] | None = None
         self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
@@ -98,7 +102,7 @@ class Recorder:
         at = where()
         entry.layer, entry.phase, entry.step, entry.microbatch = at.layer, at.phase, at.step, at.microbatch
         entry.name = entry.name or at.name
-        entry.rank_class, entry.source = self.rank_class, "record"
+        entry.rank_class, entry.source = self.rank_class, self.source
         stream = entry.stream or "compute"
         with self._lock:
             if len(self.entries) >= MAX_ENTRIES:
@@ -146,7 +150,8 @@ class Recorder:
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
             entry, device = self._enter(name, arguments)
             if device not in by_device:
-                by_device[device] = DispatchKeySet(getattr(DispatchKey, device.upper(), DispatchKey.CPU))
+                key = "CPU" if device == "meta" else device.upper()
+                by_device[device] = DispatchKeySet(getattr(DispatchKey, key, DispatchKey.CPU))
             out = op.redispatch(by_device[device], *args, **kwargs)
             self._watch(entry, out[-1] if isinstance(out, tuple) else out, device)
             return out
