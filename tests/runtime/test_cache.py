@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import InputError
-from meshwright.runtime.serve.cache import BlockTables, PagedCache
+from meshwright.runtime.serve.cache import BlockTables, CacheShape, PagedCache
 from tests.runtime import tiny
 
 Folder = Callable[[str], Path]
@@ -94,7 +94,7 @@ def test_no_slot_belongs_to_two_sequences(size: int, moves: list[tuple[int, int]
 
 
 def test_what_is_written_is_read_in_order() -> None:
-    cache = PagedCache([0], 8, 4, 2, 3, torch.float32, torch.device("cpu"))
+    cache = PagedCache({0: CacheShape(2, 3, 3)}, 8, 4, torch.float32, torch.device("cpu"))
     cache.tables.extend(9, 6)  # another sequence comes first
     rows = torch.arange(10 * 6).float().view(10, 2, 3)
     batch = cache.batch([(1, list(range(10)))], [True], "prefill")

@@ -14,6 +14,9 @@ from meshwright.runtime.generate import Generation
 from meshwright.runtime.job import GenerateJob, run_job
 from meshwright.runtime.launch.local import run_local
 from meshwright.runtime.models import decoder
+from meshwright.runtime.models.gqa import GroupedQuery
+from meshwright.runtime.models.mlp import GatedMlp
+from meshwright.runtime.parallel import tensor
 from tests.runtime import tiny
 
 Folder = Callable[[str], Path]
@@ -64,8 +67,11 @@ def _widths(rank: int, job: GenerateJob) -> list[int]:
 
     weights = load(job.model, job.placement, job.placement.coordinate(rank), torch.float32)
     d = decoder.Decoder(build_mesh(job.placement, rank), weights, job.model.settings, torch.float32)
-    b = d.blocks[0]
-    return [*(x.weight.shape[0] for x in (b.q, b.k, b.gate)), d.head.shape[0], d.kv_heads]
+    mixer, ffn = d.blocks[0].mixer, d.blocks[0].ffn
+    assert isinstance(mixer, GroupedQuery)
+    assert isinstance(ffn, GatedMlp)
+    rows = (x.weight.shape[0] for x in (mixer.q, mixer.k, ffn.gate, d.head))
+    return [*rows, d.shapes[0].heads]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 7])
@@ -110,14 +116,14 @@ def _twice(rank: int, job: GenerateJob) -> list[Generation]:
 
 def _without_sum(rank: int, job: GenerateJob) -> Generation:
     """A rank whose decoder forgets one all_reduce a layer."""
-    honest = decoder.all_reduce
+    honest = tensor.all_reduce
 
     def forgetful(x: Tensor, group: collectives.Group) -> Tensor:
         from meshwright.runtime.scope import where
 
         return x if where().name == "mlp output" else honest(x, group)
 
-    decoder.all_reduce = forgetful  # type: ignore[attr-defined]
+    tensor.all_reduce = forgetful  # type: ignore[attr-defined]
     return run_job(rank, job)
 
 

@@ -102,6 +102,7 @@ def _uneven_vocabulary(p: Placement, _: int) -> str | None:
 
 
 DECODER = "meshwright.runtime.models.decoder"
+TENSOR = "meshwright.runtime.parallel.tensor"
 GENERATE = "meshwright.runtime.generate"
 
 
@@ -121,7 +122,7 @@ def _reduce(times: int) -> Patch:
                 x = original(x, group)
             return x
 
-        return [mock.patch(f"{DECODER}.all_reduce", all_reduce)]
+        return [mock.patch(f"{TENSOR}.all_reduce", all_reduce)]
 
     return patches
 
@@ -162,7 +163,7 @@ def _late(_: Mesh, decoder: Decoder) -> list[Any]:
     """Decoded tokens stand one position too far; a shift of all positions alike would not be seen by rotations."""
     original = decoder.rotary
 
-    def rotary(batch: Any) -> tuple[Tensor, Tensor]:
+    def rotary(batch: Any) -> Any:
         return original(replace(batch, positions_T=batch.positions_T + (batch.phase == "decode")))
 
     return [mock.patch.object(decoder, "rotary", rotary)]
@@ -230,7 +231,7 @@ def _in_bf16(_: Mesh, __: Decoder) -> list[Any]:
         return recv(shape, torch.bfloat16, *rest).to(dtype)
 
     return [
-        mock.patch(f"{DECODER}.all_reduce", all_reduce),
+        mock.patch(f"{TENSOR}.all_reduce", all_reduce),
         mock.patch(f"{GENERATE}.send", sent),
         mock.patch(f"{GENERATE}.recv", received),
     ]

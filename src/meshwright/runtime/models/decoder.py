@@ -1,66 +1,35 @@
-"""The dense decoder, cut by placement. With degree 1 on every axis the same code is the plain model.
+"""The decoder, cut by placement. With degree 1 on every axis the same code is the plain model.
 
 ::
 
     x_TD = embed(ids)                      rows of the vocabulary found here, summed over tp
-    q, k, v = x W[D, H_tp d]               columns: heads of this rank
-    x += sum over tp (attend(q) W[H_tp d, D])        rows: one all_reduce
-    x += sum over tp (silu(x W[D, F_tp]) * (x W[D, F_tp])) W[F_tp, D]    one all_reduce
+    x += mixer(norm(x)); x += ffn(norm(x)) every layer of the stage (models.layers)
     logits = x[sampled] W[D, V_tp]         gathered on tp place 0
 
-Legend: T tokens, D model width, H heads, d head width, F MLP width, V vocabulary, S sampled rows; ``_tp``: the share
-of this rank, which need not be equal on all ranks. Which weight is cut where is read from the placement's intervals;
-nothing here knows a tensor by name.
+Legend: T tokens, D model width, V vocabulary, S sampled rows; ``_tp``: the share of this rank, which need not be equal
+on all ranks. Which weight is cut where is read from the placement's intervals; nothing here knows a tensor by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.errors import InputError
-from meshwright.runtime.collectives import all_reduce, gather_logits
+from meshwright.runtime.collectives import gather_logits
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.models.attention import attend
-from meshwright.runtime.models.rope import frequencies, turn, turns
+from meshwright.runtime.models.layers import build_layer
+from meshwright.runtime.models.parts import Linear, Norm, Step, Turned, layer_weights
+from meshwright.runtime.models.rope import frequencies, turns
 from meshwright.runtime.models.settings import Settings
+from meshwright.runtime.parallel.tensor import Edges
 from meshwright.runtime.scope import scope
-from meshwright.runtime.serve.cache import Batch, PagedCache
+from meshwright.runtime.serve.cache import Batch, CacheShape, PagedCache
 from meshwright.specs.placement import Coordinate, Placement, Shard
 from meshwright.specs.tensors import TensorFamily
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """``x W^T + b`` with this rank's rows or columns of W."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply and add the bias."""
-        return F.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Weights of one layer on this rank."""
-
-    norms: tuple[Tensor, Tensor]
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
-    qk_norms: tuple[Tensor, Tensor] | None
-    gate: Linear
-    up: Linear
-    down: Linear
-    head_dim: int
-    window: int | None
 
 
 class Decoder:
@@ -77,10 +46,12 @@ class Decoder:
         placement, at = mesh.placement, mesh.coordinate
         self.mesh, self.settings, self.dtype = mesh, settings, dtype
         self.tp = mesh.group("tp")
+        self.edges = Edges(self.tp)
         stage = placement.stages[at.pp]
         self.first, self.last, self.layers = stage.index == 0, stage.head, stage.layers
         shards = [s for s in placement.shards(at) if s.family.section == "decoder"]
-        self.blocks = {i: _block(i, placement, shards, weights) for i in stage.layers}
+        self.blocks = {i: build_layer(layer_weights(i, shards, weights), mesh, settings) for i in stage.layers}
+        self.shapes = cache_shapes(placement, at)
         self.weights_bytes = sum(w.numel() * w.element_size() for w in weights.values())
         table = _ending(shards, "embedding")
         self.table = weights[table.family.template] if table else None
@@ -88,10 +59,10 @@ class Decoder:
         if self.last:
             head = _ending(shards, "head") or table
             assert head is not None
-            self.head = weights[head.family.template]
+            self.head = Linear(weights[head.family.template])
             self.widths = _widths(placement, at, head.family)
-            self.final_norm = weights[_need(_ending(shards, "norm")).family.template]
-        self.inv = frequencies(settings.rope, self.head_dim, mesh.device)
+            self.final_norm = Norm(weights[_need(_ending(shards, "norm")).family.template], settings.eps)
+        self.frequencies = (frequencies(settings.rope, self.head_dim, mesh.device),)
 
     @property
     def head_dim(self) -> int:
@@ -100,14 +71,10 @@ class Decoder:
         assert attention is not None
         return attention.head_dim
 
-    @property
-    def kv_heads(self) -> int:
-        """KV heads that this rank holds and caches."""
-        return self.blocks[self.layers[0]].k.weight.shape[0] // self.head_dim
-
     def cache(self, blocks: int, block_size: int) -> PagedCache:
         """An empty cache for the layers and heads of this rank."""
-        return PagedCache(self.layers, blocks, block_size, self.kv_heads, self.head_dim, self.dtype, self.mesh.device)
+        shapes = {layer: self.shapes[layer] for layer in self.layers}
+        return PagedCache(shapes, blocks, block_size, self.dtype, self.mesh.device)
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """Hidden states ``(T, D)``: a rank looks up the ids whose rows it has, the rest is zero until the sum."""
@@ -117,53 +84,37 @@ class Decoder:
         low, high = self.rows
         mine = (ids_T >= low) & (ids_T < high)
         x_TD = F.embedding(torch.where(mine, ids_T - low, 0), self.table) * mine[:, None]
-        with scope(name="embedding"):
-            return all_reduce(x_TD, self.tp)
+        return self.edges.leave(x_TD, "embedding")
 
-    def layer(self, i: int, x_TD: Tensor, batch: Batch, cache: PagedCache, turned: tuple[Tensor, Tensor]) -> Tensor:
-        """One decoder layer with its two sums over tp; ``turned``: ``rotary(batch)``."""
-        b = self.blocks[i]
-        with scope(layer=i):
-            h_TD = self._norm(x_TD, b.norms[0])
-            a_THd = self._attention(i, b, h_TD, batch, cache, turned)
-            x_TD = x_TD + self._sum(b.o, a_THd, "mixer output")
-            h_TD = self._norm(x_TD, b.norms[1])
-            return x_TD + self._sum(b.down, F.silu(b.gate(h_TD)) * b.up(h_TD), "mlp output")
-
-    def _attention(
-        self, i: int, b: Block, h_TD: Tensor, batch: Batch, cache: PagedCache, turned: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        q, k, v = (linear(h_TD).view(h_TD.shape[0], -1, b.head_dim) for linear in (b.q, b.k, b.v))
-        if b.qk_norms is not None:
-            q, k = self._norm(q, b.qk_norms[0]), self._norm(k, b.qk_norms[1])
-        cache.write(i, batch.slots_T, turn(k, *turned), v)
-        return attend(turn(q, *turned), i, batch, cache, b.window)
-
-    def _sum(self, linear: Linear, x: Tensor, name: str) -> Tensor:
-        """Row-parallel product: partial sums over tp, then the bias once."""
-        with scope(name=name):
-            out = all_reduce(F.linear(x, linear.weight), self.tp)
-        return out if linear.bias is None else out + linear.bias
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.settings.eps)
-
-    def rotary(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def rotary(self, batch: Batch) -> tuple[Turned, ...]:
         """Cosine and sine of the positions of a pass, for all its layers."""
-        return turns(self.inv, batch.positions_T, self.settings.rope.attention_factor, self.dtype)
+        factor = self.settings.rope.attention_factor
+        return tuple(turns(inv, batch.positions_T, factor, self.dtype) for inv in self.frequencies)
 
     def stage(self, x_TD: Tensor, batch: Batch, cache: PagedCache) -> Tensor:
         """All layers of this rank's stage."""
-        turned = self.rotary(batch)
+        step = Step(batch, cache, self.rotary(batch))
         for i in self.layers:
-            x_TD = self.layer(i, x_TD, batch, cache, turned)
+            x_TD = self.blocks[i](x_TD, step)
         return x_TD
 
     def logits(self, x_SD: Tensor) -> Tensor | None:
         """Logits ``(S, V)`` of the sampled rows on place 0 of tp, None on the other places."""
-        x_SD = self._norm(x_SD, self.final_norm)
+        x_SV = self.head(self.final_norm(x_SD))
         with scope(name="logits"):
-            return gather_logits(F.linear(x_SD, self.head), self.tp, self.widths)
+            return gather_logits(x_SV, self.tp, self.widths)
+
+
+def cache_shapes(placement: Placement, at: Coordinate) -> dict[int, CacheShape]:
+    """What a token takes in the cache of every layer of a rank: KV heads held, width of a key and of a value head."""
+    shapes = {}
+    for shard in placement.shards(at):
+        if shard.family.section == "decoder" and shard.family.op == "k" and shard.family.part == "weight":
+            for layer in shard.layers:
+                a = placement.spec.layers[layer].attention
+                assert a is not None
+                shapes[layer] = CacheShape(shard.shape[0] // a.head_dim, a.head_dim, a.v_head_dim)
+    return shapes
 
 
 def _need(shard: Shard | None) -> Shard:
@@ -182,30 +133,3 @@ def _widths(placement: Placement, at: Coordinate, head: TensorFamily) -> tuple[i
     ranks = placement.group("tp", at)
     held = (placement.shards(placement.coordinate(rank)) for rank in ranks)
     return tuple(next(s.shape[0] for s in shards if s.family is head) for shards in held)
-
-
-def _block(layer: int, placement: Placement, shards: list[Shard], weights: Mapping[str, Tensor]) -> Block:
-    """Collect a layer's weights by role, product and part; norms go by their order in the table."""
-    linears: dict[str, dict[str, Tensor]] = {}
-    norms: dict[str, list[Tensor]] = {"norm": [], "attention": []}
-    for shard in shards:
-        family = shard.family
-        if layer not in shard.layers:
-            continue
-        tensor = weights[family.template.replace("{layer}", str(layer))]
-        if family.op:
-            linears.setdefault(family.op, {})[family.part] = tensor
-        else:
-            norms[family.role].append(tensor)
-    attention = placement.spec.layers[layer].attention
-    assert attention is not None
-    first, second = norms["norm"]
-    qk = norms["attention"]
-    made = {op: Linear(held["weight"], held.get("bias")) for op, held in linears.items()}
-    return Block(
-        norms=(first, second),
-        qk_norms=(qk[0], qk[1]) if qk else None,
-        head_dim=attention.head_dim,
-        window=attention.window,
-        **{op: made[op] for op in ("q", "k", "v", "o", "gate", "up", "down")},
-    )

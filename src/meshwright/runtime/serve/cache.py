@@ -7,8 +7,9 @@ width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,30 +84,37 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
+class CacheShape(NamedTuple):
+    """What one token takes in the cache of a layer: heads held, width of a key and of a value head."""
+
+    heads: int
+    key: int
+    value: int
+
+
 class PagedCache:
     """Keys and values of one rank: for every layer of its stage ``(blocks, block size, H, d)`` each.
 
     Args:
-        layers: layers of the stage. blocks, block_size: slots of the pool.
-        kv_heads: KV heads that this rank holds. head_dim: width of a key, and of a value.
+        shapes: of every layer of the stage. blocks, block_size: slots of the pool.
     """
 
     def __init__(
         self,
-        layers: Sequence[int],
+        shapes: Mapping[int, CacheShape],
         blocks: int,
         block_size: int,
-        kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (blocks, block_size, kv_heads, head_dim)
+        def pool(heads: int, width: int) -> Tensor:
+            return torch.zeros((blocks, block_size, heads, width), dtype=dtype, device=device)
+
         self.block_size = block_size
         self.tables = BlockTables(blocks, block_size)
         self.device = device
-        self.k = {i: torch.zeros(shape, dtype=dtype, device=device) for i in layers}
-        self.v = {i: torch.zeros(shape, dtype=dtype, device=device) for i in layers}
+        self.k = {i: pool(shape.heads, shape.key) for i, shape in shapes.items()}
+        self.v = {i: pool(shape.heads, shape.value) for i, shape in shapes.items()}
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,60 @@
+"""Multi-head, grouped-query and multi-query attention with rotary positions.
+
+::
+
+    q, k, v = x W[D, H_tp d]      heads of this rank
+    {U_tp} = attend(q) W[H_tp d, D]
+
+Legend: T tokens, D model width, H heads, K KV heads, d head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meshwright.runtime.models.attention import attend
+from meshwright.runtime.models.parts import LayerWeights, Linear, Norm, Step
+from meshwright.runtime.models.rope import turn
+from meshwright.runtime.models.settings import Settings
+from meshwright.runtime.parallel.tensor import Edges
+from meshwright.specs.model import Attention
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQuery:
+    """Attention of one layer with this rank's heads.
+
+    Attributes:
+        qk_norms: of every query and key head, or None. rope: which of ``Step.turned`` turns them.
+    """
+
+    layer: int
+    edges: Edges
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    qk_norms: tuple[Norm, Norm] | None
+    head_dim: int
+    window: int | None
+    rope: int = 0
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        """Attend to the cache, in which the pass is written first."""
+        x_TD = self.edges.enter(x_TD, "mixer input")
+        q, k, v = (linear(x_TD).view(x_TD.shape[0], -1, self.head_dim) for linear in (self.q, self.k, self.v))
+        if self.qk_norms is not None:
+            q, k = self.qk_norms[0](q), self.qk_norms[1](k)
+        turned = step.turned[self.rope]
+        step.cache.write(self.layer, step.batch.slots_T, turn(k, *turned), v)
+        a_TH = attend(turn(q, *turned), self.layer, step.batch, step.cache, self.window)
+        return self.edges.leave(self.o.partial(a_TH), "mixer output", self.o.bias)
+
+
+def grouped_query(w: LayerWeights, a: Attention, settings: Settings, edges: Edges) -> GroupedQuery:
+    """Build it from the weights of a layer."""
+    q, k, v, o = (w.linear("attention", op) for op in ("q", "k", "v", "o"))
+    qk = w.norms("attention", settings.eps)
+    return GroupedQuery(w.layer, edges, q, k, v, o, (qk[0], qk[1]) if qk else None, a.head_dim, a.window)

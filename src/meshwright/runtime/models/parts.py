@@ -1,0 +1,129 @@
+"""The pieces blocks are made of, and the weights of one layer sorted by role, product and part.
+
+Nothing here knows a tensor by name: role, ``op`` and ``part`` come from the tensor table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.errors import InputError
+from meshwright.runtime.serve.cache import Batch, PagedCache
+from meshwright.specs.placement import Shard
+
+#: Cosine and sine of the positions of a pass.
+Turned = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all layers share in one pass.
+
+    Attributes:
+        batch: its tokens. cache: of this rank.
+        turned: ``Decoder.rotary``: one pair for every kind of rotary positions of the model.
+    """
+
+    batch: Batch
+    cache: PagedCache
+    turned: tuple[Turned, ...]
+
+
+class Part(Protocol):
+    """A mixer or a feed-forward block: hidden states after the norm in, what the residual adds out.
+
+    It enters and leaves tensor parallelism itself (``parallel.tensor.Edges``).
+    """
+
+    def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
+        """Run the block on the tokens of a pass."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``x W^T + b`` with this rank's rows or columns of W."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply and add the bias."""
+        return F.linear(x, self.weight, self.bias)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Multiply only: the bias of a row-parallel product is added once, after the sum."""
+        return F.linear(x, self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm over the last dimension."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer's weights on this rank.
+
+    Attributes:
+        layer: its number.
+        tensors: by ``(role, op)``: by part (``weight``, ``bias``, ...); not those of single experts.
+        experts: by op: by part: one tensor for every expert held, in order of ``held``.
+        held: numbers of the experts that this rank holds, for families stored expert by expert.
+        plain: tensors without an op by role, in the order of the table (norms, sinks).
+        shards: of the layer, for whoever needs the intervals.
+    """
+
+    layer: int
+    tensors: dict[tuple[str, str], dict[str, Tensor]] = field(default_factory=dict)
+    experts: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
+    held: tuple[int, ...] = ()
+    plain: dict[str, list[Tensor]] = field(default_factory=dict)
+    shards: list[Shard] = field(default_factory=list)
+
+    def linear(self, role: str, op: str) -> Linear:
+        """The product ``op`` of a role.
+
+        Raises:
+            InputError: the tensor table has none.
+        """
+        found = self.tensors.get((role, op))
+        if found is None:
+            raise InputError(f"layer {self.layer}: no {role} weight {op!r}; the runtime cannot run this model")
+        return Linear(found["weight"], found.get("bias"))
+
+    def norms(self, role: str, eps: float) -> tuple[Norm, ...]:
+        """Norms of a role in the order of the table."""
+        return tuple(Norm(weight, eps) for weight in self.plain.get(role, ()))
+
+
+def layer_weights(layer: int, shards: Sequence[Shard], weights: Mapping[str, Tensor]) -> LayerWeights:
+    """Sort the weights of a layer."""
+    out = LayerWeights(layer)
+    for shard in shards:
+        family = shard.family
+        if layer not in shard.layers:
+            continue
+        out.shards.append(shard)
+        name = family.template.replace("{layer}", str(layer))
+        if family.experts:
+            out.held = shard.experts
+            part = out.experts.setdefault(str(family.op), {}).setdefault(family.part, [])
+            part += [weights[name.replace("{expert}", str(expert))] for expert in shard.experts]
+        elif family.op:
+            out.tensors.setdefault((family.role, family.op), {})[family.part] = weights[name]
+        else:
+            out.plain.setdefault(family.role, []).append(weights[name])
+    return out

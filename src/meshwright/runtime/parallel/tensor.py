@@ -1,0 +1,35 @@
+"""Tensor parallelism around a block: what comes in whole, what leaves as partial sums over tp.
+
+::
+
+    x_TD ──enter──> x_TD ──block, heads or columns of this rank──> {U_tp}[T, D] ──leave──> x_TD (one all_reduce)
+
+A block calls ``enter`` on its input and ``leave`` on its partial result; with one rank both do nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meshwright.runtime.collectives import all_reduce
+from meshwright.runtime.mesh import Group
+from meshwright.runtime.scope import scope
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Both ends of a block on the ranks of ``tp``."""
+
+    tp: Group
+
+    def enter(self, x_TD: Tensor, name: str) -> Tensor:
+        """All tokens of the pass, on every rank of tp; ``name`` is what the ledger calls a collective here."""
+        return x_TD
+
+    def leave(self, partial_TD: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
+        """Sum of the partial results over tp, then the bias once."""
+        with scope(name=name):
+            out = all_reduce(partial_TD, self.tp)
+        return out if bias is None else out + bias
