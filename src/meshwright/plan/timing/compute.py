@@ -1,0 +1,124 @@
+"""Seconds of work on a device: a roofline whose roofs carry measured efficiencies by shape class and dtype.
+
+Williams, Waterman, Patterson 2009 with a rounded corner: where reading and multiplying take about the same time, a
+kernel hides neither fully, so the two times are joined by a p-norm instead of the larger one. The formulas use only
+``+ * / **``, so that they take floats as well as arrays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from meshwright.plan.timing.estimate import Seconds, spread
+from meshwright.plan.wire import Op
+from meshwright.specs.cluster import Device
+
+#: Shape classes with efficiencies of their own: products with plain and with expert weights, attention cores, and all
+#: that only moves memory (norms, look-ups, recurrent states).
+ShapeClass = Literal["dense", "experts", "attention", "light"]
+
+#: dtype whose units compute where the hardware has none for the weights' own (weights are unpacked first).
+FALLBACK = {"fp4": ("f8_e4m3", "bf16"), "f8_e4m3": ("bf16", "f16"), "f8_e5m2": ("bf16", "f16"), "i8": ("bf16",)}
+
+
+def unit_dtype(device: Device, dtype: str) -> str:
+    """Element type of the units that multiply ``dtype``: its own, else what it is unpacked to."""
+    for name in (dtype, *FALLBACK.get(dtype, ()), "bf16", "f16", "f32"):
+        if device.peak(name):
+            return name
+    return device.peak_flops[0][0] if device.peak_flops else dtype
+
+
+def peak_flops(device: Device, dtype: str) -> float:
+    """Peak of the units that multiply ``dtype`` (see ``unit_dtype``), FLOP/s."""
+    return device.peak(unit_dtype(device, dtype)) or 1e12
+
+
+class Efficiency(NamedTuple):
+    """Shares of memory bandwidth and of the peak that one shape class reaches, and where the latter comes from.
+
+    Attributes:
+        memory: share of the device's memory bandwidth.
+        compute: share of the peak of the units used, for wide products.
+        ramp: width at which a product loses as much time as it computes: time x (1 + ramp / width).
+    """
+
+    memory: float
+    compute: float
+    ramp: float = 0.0
+
+
+@cache
+def constants() -> Mapping[str, Any]:
+    """``constants/timing.json``: efficiencies by generation, fitted by ``bench/fit_serving.py``."""
+    text = Path(__file__).parents[1].joinpath("constants", "timing.json").read_bytes()
+    data: Mapping[str, Any] = json.loads(text)
+    return data
+
+
+def generation(device: Device) -> str:
+    """``hopper`` (and everything older or of another vendor) or ``blackwell``: whose constants a device takes."""
+    major = device.capability.partition(".")[0]
+    return "blackwell" if device.vendor == "nvidia" and major.isdigit() and int(major) >= 10 else "hopper"
+
+
+def shape_class(op: Op) -> ShapeClass:
+    """The class of an op on the compute stream."""
+    if op.op == "matmul":
+        return "experts" if len(op.shapes[1]) == 3 else "dense"
+    return "attention" if op.op == "attention" else "light"
+
+
+def efficiency(device: Device, kind: ShapeClass, dtype: str) -> Efficiency:
+    """Constants of a shape class on a device for weights of ``dtype``."""
+    return _efficiency(generation(device), kind, dtype, unit_dtype(device, dtype))
+
+
+@cache
+def _efficiency(of: str, kind: ShapeClass, dtype: str, unit: str) -> Efficiency:
+    data = constants()
+    row = data["generations"][of]
+    memory, compute = row["memory"][kind], row["compute"][kind]
+    if kind in {"dense", "experts"}:
+        compute *= row["compute_dtype"].get(unit, 1.0)
+        memory *= data["unpacked"] if unit != dtype and dtype == "fp4" else row["memory_dtype"].get(dtype, 1.0)
+        return Efficiency(memory, compute, data["ramp_width"])
+    return Efficiency(memory, compute)
+
+
+def roofline(moved_bytes: Any, flops: Any, rate: Any, peak: Any, sharpness: float) -> Any:
+    """Seconds to move ``moved_bytes`` at ``rate`` and compute ``flops`` at ``peak``; ``sharpness``: of the corner."""
+    reading, computing = moved_bytes / rate, flops / peak
+    return (reading**sharpness + computing**sharpness) ** (1.0 / sharpness)
+
+
+def work_seconds(moved_bytes: float, flops: float, width: float, device: Device, kind: ShapeClass, dtype: str) -> float:
+    """Seconds of one kernel without its launch; ``width``: the narrower side of a product's weight (0: none)."""
+    e = efficiency(device, kind, dtype)
+    peak = peak_flops(device, dtype) * e.compute
+    if width:
+        peak /= 1.0 + e.ramp / width
+    rate = device.bandwidth_bytes_s * e.memory
+    found: float = roofline(moved_bytes, flops, rate, peak, constants()["sharpness"])
+    return found
+
+
+def op_width(op: Op) -> float:
+    """The narrower side of a product's weight; 0 for other ops."""
+    return float(min(op.shapes[1][-2:])) if op.op == "matmul" else 0.0
+
+
+def op_seconds(op: Op, device: Device) -> float:
+    """Seconds of one run of an op on the compute stream, without launch (``repeats`` is left to the caller)."""
+    return work_seconds(op.payload, op.flops, op_width(op), device, shape_class(op), op.dtype)
+
+
+def op_time(op: Op, device: Device) -> Seconds:
+    """The same with interval and word: calibrated on the generations that the constants were fitted on."""
+    fitted = device.vendor == "nvidia" and device.capability.partition(".")[0] in {"9", "10"}
+    width = constants()["width_log"]["calibrated" if fitted else "modelled"]
+    return spread(op_seconds(op, device), width, "calibrated" if fitted else "modelled")
