@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from meshwright import engines
 from meshwright.errors import InputError, MeshwrightError
@@ -32,6 +33,8 @@ from meshwright.specs.shares import part
 ENGINE = "meshwright"
 #: Names in a configuration that hold its element type, and what they are called there.
 DTYPE_FIELDS = ("dtype", "torch_dtype")
+#: What a configuration says of quantized weights; converted ones are not.
+QUANT_FIELDS = ("quantization_config", "compression_config")
 LONG_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 #: Program of the process apart: the finder comes first and refuses torch, then the prediction is made.
@@ -57,6 +60,7 @@ class Request:
         dtype: of weights, activations and cache.
         block_size: tokens of a cache block.
         micro_batches: groups in flight on a replica; None: as many as stages.
+        every_rank: name every rank of the world; else the first one of every rank class.
     """
 
     model: str
@@ -67,6 +71,7 @@ class Request:
     dtype: str = "f32"
     block_size: int = 16
     micro_batches: int | None = None
+    every_rank: bool = True
 
 
 def converted_spec(model: str, dtype: str) -> ModelSpec:
@@ -76,8 +81,17 @@ def converted_spec(model: str, dtype: str) -> ModelSpec:
         InputError: no such model, or an unreadable configuration.
     """
     found = resolve(model, allow_online=False)
-    config = {k: v for k, v in found.config.items() if k not in DTYPE_FIELDS} | {"dtype": LONG_NAMES[dtype]}
-    return model_from_config(config, found.name, found.where, found.hf_quant, source=found.source)
+    return model_from_config(converted(found.config, dtype), found.name, found.where, source=found.source)
+
+
+def converted(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A configuration whose weights, those of the text part included, are all of ``dtype`` and not quantized."""
+    dropped = {*DTYPE_FIELDS, *QUANT_FIELDS}
+    out = {k: v for k, v in config.items() if k not in dropped} | {"dtype": LONG_NAMES[dtype]}
+    text = out.get("text_config")
+    if isinstance(text, dict):
+        out["text_config"] = {k: v for k, v in text.items() if k not in dropped}
+    return out
 
 
 def predict(request: Request) -> Ledger:
@@ -102,7 +116,7 @@ def predict(request: Request) -> Ledger:
         sizes = placement.weight_bytes_by_role(c.coordinate)
         ledger.holdings += [Holding(c.name, "weights", role, size, "exact") for role, size in sizes.items()]
         ledger.holdings.append(Holding(c.name, "kv_cache", None, kv_bytes(placement, c.first_rank, request), "exact"))
-    for rank in range(layout.world):
+    for rank in range(layout.world) if request.every_rank else (c.first_rank for c in placement.classes):
         at = placement.coordinate(rank)
         where = {axis: getattr(at, axis) for axis in (*AXES, "ep")}
         ledger.ranks.append(Rank(rank, where, placement.class_of(rank).name))

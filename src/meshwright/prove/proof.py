@@ -151,7 +151,7 @@ def prove(
     placement = legal(spec, wanted)
     ids = _prompts(spec, wanted, prompts, tokens, seed)
     tokens = len(ids[0])
-    _check_length(spec, tokens, new_tokens)
+    check_length(spec, tokens, new_tokens)
     mistake = mutation(mutate, placement, new_tokens) if mutate else None
     many = "s" * (len(ids) > 1)
     scope = f"{len(ids)} prompt{many} of {tokens} tokens and {new_tokens} new, f32, gloo on this machine"
@@ -159,24 +159,24 @@ def prove(
     request = Request(folder, str(wanted), len(ids), tokens, new_tokens, "f32", block_size, micro_batches)
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as scratch:
         say("predicting, in a process that cannot import torch")
-        with _timed(proof, "prediction"):
+        with timed(proof, "prediction"):
             proof.predicted = predict_apart(request, Path(scratch) / "predicted.jsonl", timeout_s)
         job = ProofJob(
             folder, placement, ids, new_tokens, f"{scratch}/numbers", "f32", block_size, micro_batches, mutation=mutate
         )
         alone = replace(job, placement=place(spec, Layout(), placement.profile), reference=True, mutation=None)
         say("one process")
-        with _timed(proof, "one process"):
+        with timed(proof, "one process"):
             reference = run_local(run_proof, 1, (alone,), timeout_s)[0]
         say(f"{wanted.world} ranks, recorded" + (f", with a mistake: {mistake.says}" if mistake else ""))
         try:
-            with _timed(proof, "the layout"):
+            with timed(proof, "the layout"):
                 ranks: list[RankProof] = run_local(run_proof, wanted.world, (job,), timeout_s)
         except RankError as error:
             proof.checks.append(Check("run", f"{wanted.world} ranks", 1, "no result", str(error)))
             return proof
     say("comparing")
-    with _timed(proof, "comparison"):
+    with timed(proof, "comparison"):
         judge(proof, reference, ranks)
     return proof
 
@@ -219,7 +219,12 @@ def _prompts(
     return tuple(map(tuple, given))
 
 
-def _check_length(spec: ModelSpec, tokens: int, new_tokens: int) -> None:
+def check_length(spec: ModelSpec, tokens: int, new_tokens: int) -> None:
+    """Refuse more positions than the model has.
+
+    Raises:
+        InputError: both numbers.
+    """
     if new_tokens < 1:
         raise InputError(f"{new_tokens} new tokens; at least 1 is needed")
     if spec.max_positions and tokens + new_tokens > spec.max_positions:
@@ -229,7 +234,7 @@ def _check_length(spec: ModelSpec, tokens: int, new_tokens: int) -> None:
         )
 
 
-class _timed:
+class timed:
     """Notes how long a part took."""
 
     def __init__(self, proof: Proof, part: str) -> None:
@@ -250,9 +255,9 @@ def judge(proof: Proof, reference: RankProof, ranks: Sequence[RankProof]) -> Non
     proof.checks.append(_tokens(reference, ranks))
     proof.checks.append(_numbers("keys and values", [(r.rank, r.cache) for r in ranks], "tensors"))
     proof.comparison = compare(proof.predicted, proof.recorded)
-    proof.checks += _ledgers(proof.comparison)
+    proof.checks += ledger_checks(proof.comparison)
     for term in TERMS:
-        proof.checks.append(_bytes(proof.predicted, proof.recorded, term))
+        proof.checks.append(bytes_check(proof.predicted, proof.recorded, term))
 
 
 def _numbers(what: str, found: Sequence[tuple[int, Farthest]], unit: str) -> Check:
@@ -290,7 +295,7 @@ def _tokens(reference: RankProof, ranks: Sequence[RankProof]) -> Check:
     )
 
 
-def _ledgers(comparison: Comparison) -> list[Check]:
+def ledger_checks(comparison: Comparison) -> list[Check]:
     """Entries and products as two rows."""
     products = [d for d in comparison.differences if d.stream == "compute"]
     entries = [d for d in comparison.differences if d.stream != "compute"]
@@ -306,7 +311,7 @@ def _ledgers(comparison: Comparison) -> list[Check]:
     return rows
 
 
-def _bytes(predicted: Ledger, recorded: Ledger, term: str) -> Check:
+def bytes_check(predicted: Ledger, recorded: Ledger, term: str) -> Check:
     """Bytes resident against bytes predicted, rank by rank."""
     result = compare_holdings(predicted, recorded, (term,))
     held = sum(h.bytes for h in recorded.holdings if h.term == term)

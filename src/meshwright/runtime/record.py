@@ -51,8 +51,8 @@ class Recorder:
         matmuls: also record matrix products (a TorchDispatchMode: slows every op down).
         source: what entries say of where they come from.
 
-    Tensors without data (device ``meta``, of a dry-run) are handed to the backend of the CPU. ``recorder.ledger()`` is what was recorded so far. ``call_site`` is the first frame outside the standard library,
-    installed packages and this runtime.
+    Tensors without data (device ``meta``, of a dry-run) are handed to the backend of the CPU. ``recorder.ledger()`` is what was
+    recorded so far. ``call_site`` is the first frame outside the standard library, installed packages and this runtime.
     """
 
     def __init__(

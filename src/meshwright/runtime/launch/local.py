@@ -12,8 +12,9 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from meshwright.errors import InputError, MeshwrightError
@@ -74,8 +75,7 @@ def run_local(
     """
     if not 1 <= world <= MAX_LOCAL_RANKS:
         raise InputError(f"{world} local ranks; this machine is asked for 1 to {MAX_LOCAL_RANKS}")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["meshwright.runtime.launch.rank", "meshwright.runtime.generate"])
+    context = start_server()
     began = time.monotonic()
     ranks: list[_Rank] = []
     try:
@@ -91,6 +91,18 @@ def run_local(
         return [rank.result for rank in ranks]
     finally:
         _end(ranks)
+
+
+def start_server(more: Sequence[str] = ()) -> ForkServerContext:
+    """Start the process from which ranks are forked, unless it runs already; it imports torch while the caller goes on.
+
+    Args:
+        more: modules that it imports beside those that every rank needs.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["meshwright.runtime.launch.rank", "meshwright.runtime.generate", *more])
+    forkserver.ensure_running()
+    return context
 
 
 def _start(*args: Any) -> None:
