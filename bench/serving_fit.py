@@ -1,0 +1,147 @@
+"""The serving formulas over arrays of counted runs, with the constants as a dictionary.
+
+The same formulas as ``plan.serving_time`` (a test holds them equal); constants are named ``a.b.c`` as in
+``plan/constants/timing.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from bench.serving_work import GENERATIONS, KINDS, Array, Counts
+
+ENGINES = ("trtllm", "vllm", "sglang")
+#: Prompts a user sends in one benchmark: a tenth of them meets the burst of the start.
+PROMPTS = 10.0
+Constants = Mapping[str, float]
+
+
+def _by(names: tuple[str, ...], c: Constants, form: str) -> Array:
+    return np.array([c[form.format(n)] for n in names])
+
+
+def step_seconds(c: Constants, counts: Counts) -> tuple[Array, Array]:
+    """Seconds of every step without the host's launches, and the launches."""
+    k = counts.kernels
+    number, kind, gen = k[:, 0].astype(int), k[:, 1].astype(int), k[:, 2].astype(int)
+    read, compute, width, experts, held, spread, count = (k[:, i] for i in range(3, 10))
+    fp4, unpacked, fp8 = k[:, 10], k[:, 11], k[:, 12]
+    memory = np.array([[c[f"memory.{g}.{n}"] for n in KINDS] for g in GENERATIONS])[gen, kind]
+    effort = np.array([[c[f"compute.{g}.{n}"] for n in KINDS] for g in GENERATIONS])[gen, kind]
+    dense = kind == 0
+    memory = memory * np.where(dense & (fp4 > 0), c["memory.fp4"], 1) * np.where(unpacked > 0, c["unpacked"], 1)
+    effort = effort * np.where(fp4 > 0, c["compute.fp4"], 1.0) * np.where(fp8 > 0, c["compute.fp8"], 1.0)
+    busiest = np.where(spread > 0, np.minimum((experts + c["imbalance"] * np.sqrt(experts)), held), experts)
+    read = read * np.where(experts > 0, busiest / np.maximum(experts, 1), 1.0)
+    compute = compute * np.where(width > 0, 1 + c["ramp"] / np.maximum(width, 1), 1.0)
+    p = c["sharpness"]
+    seconds = ((read / memory) ** p + (compute / effort) ** p) ** (1 / p) * count
+    total = np.bincount(number, seconds, len(counts.steps))
+    m = counts.messages
+    if len(m):
+        at, mgen = m[:, 0].astype(int), m[:, 1].astype(int)
+        nccl, alpha, top, own, times = (m[:, i] for i in range(2, 7))
+        share = _by(GENERATIONS, c, "small.{}")[mgen]
+        wire = np.where(own > 0, np.minimum(nccl, share * alpha + top), nccl) * times
+        total = total + np.bincount(at, wire, len(counts.steps))
+    s = counts.steps
+    return total + s[:, 2] * c["passes"], s[:, 1]
+
+
+def predict(c: Constants, counts: Counts) -> tuple[Array, Array, dict[str, Array]]:
+    """TTFT and TPOT in seconds of every run."""
+    work, launches = step_seconds(c, counts)
+    runs, i = counts.runs, counts.info
+    engine = np.array([ENGINES.index(r.engine) if r.engine in ENGINES else 1 for r in runs])
+    launch, eager, request, sequence = (_by(ENGINES, c, f"{n}.{{}}")[engine] for n in ("launch", "eager", "request", "sequence"))
+    seqs = i["batch"]
+    undeclared = np.array([r.eager for r in runs])
+    spec = np.array([r.speculative for r in runs])
+
+    def graph(at: Array, n: Array) -> Array:
+        return work[at] + launches[at] * launch + c["step"] + n * sequence
+
+    def floored(at: Array, n: Array) -> Array:
+        return np.maximum(graph(at, n), launches[at] * eager)
+
+    dec = graph(counts.dec, seqs)
+    low = graph(counts.low, np.maximum(1, seqs // 4))
+    dec = np.where(undeclared, floored(counts.dec, seqs), dec)
+    low = np.where(undeclared, floored(counts.low, seqs), low)
+    gain = np.where(spec, c["accepted"], 1.0)
+    pre = floored(counts.pre, np.zeros_like(seqs))
+    mix = floored(counts.mix, seqs)
+    alone = engine == 2
+    inc = np.where(alone, pre, np.maximum(mix - dec, 0.02 * pre))
+    pooled = np.array([r.prefill is not None for r in runs])
+    asked = i["users"] / (i["dp"] * i["workers"])
+    tpot = dec / gain + (seqs - 1) * inc / i["osl"]
+    queue = np.where(asked > seqs, (asked - seqs) / seqs * i["osl"] * tpot, 0.0)
+    ttft = pre * (1 + (seqs - 1) / 2 / PROMPTS) + dec / 2 + request + queue
+    # Prefill and decode pools.
+    move = c["transfer"] + i["kv_bytes"] / c["transfer_gb_s"] / 1e9
+    share = i["users"] / i["lanes"]
+    first = pre * (1 + np.maximum(share - 1, 0) / 2 / PROMPTS) + move + request
+    ptpot = dec / gain
+    busy = share * pre / (first + i["osl"] * ptpot)
+    first = first + pre * np.minimum(busy, 0.9) / 2
+    bound = share * pre - i["osl"] * ptpot
+    first = np.maximum(first, bound)
+    tpot, ttft = np.where(pooled, ptpot, tpot), np.where(pooled, first, ttft)
+    return ttft, tpot, {"dec": dec, "pre": pre, "mix": mix, "inc": inc, "queue": queue, "low": low}
+
+
+def residuals(c: Constants, counts: Counts) -> tuple[Array, Array]:
+    """Log of predicted over measured TTFT and TPOT."""
+    ttft, tpot, _ = predict(c, counts)
+    return np.log(ttft / np.array([r.ttft_s for r in counts.runs])), np.log(tpot / np.array([r.tpot_s for r in counts.runs]))
+
+
+#: Constant -> (prior value, log spread of the prior). A spread of 0: not fitted.
+PRIORS: dict[str, tuple[float, float]] = {
+    "sharpness": (4.0, 0.3), "ramp": (285.0, 0.5), "unpacked": (0.6, 0.2), "passes": (0.5, 0.5), "imbalance": (0.6, 0.5),
+    "memory.fp4": (0.64, 0.3), "compute.fp4": (0.8, 0.2), "compute.fp8": (0.9, 0.15),
+    "memory.hopper.dense": (0.8, 0.1), "memory.hopper.experts": (0.8, 0.15), "memory.hopper.attention": (0.75, 0.15), "memory.hopper.light": (0.8, 0.0),
+    "memory.blackwell.dense": (0.8, 0.1), "memory.blackwell.experts": (0.8, 0.15), "memory.blackwell.attention": (0.75, 0.15), "memory.blackwell.light": (0.8, 0.0),
+    "compute.hopper.dense": (0.68, 0.15), "compute.hopper.experts": (0.3, 0.3), "compute.hopper.attention": (0.5, 0.2), "compute.hopper.light": (0.5, 0.0),
+    "compute.blackwell.dense": (0.5, 0.2), "compute.blackwell.experts": (0.2, 0.3), "compute.blackwell.attention": (0.4, 0.2), "compute.blackwell.light": (0.5, 0.0),
+    "small.hopper": (0.6, 0.3), "small.blackwell": (0.5, 0.3),
+    "launch.trtllm": (3.4e-6, 0.2), "launch.vllm": (4.3e-6, 0.2), "launch.sglang": (4.5e-6, 0.2),
+    "eager.trtllm": (50e-6, 0.3), "eager.vllm": (35e-6, 0.3), "eager.sglang": (60e-6, 0.3),
+    "request.trtllm": (0.05, 0.4), "request.vllm": (0.04, 0.4), "request.sglang": (0.07, 0.4),
+    "sequence.trtllm": (12e-6, 0.4), "sequence.vllm": (18e-6, 0.4), "sequence.sglang": (14e-6, 0.4),
+    "step": (3e-4, 0.7), "accepted": (1.7, 0.2), "transfer": (0.04, 0.5), "transfer_gb_s": (33.0, 0.4),
+}  # fmt: skip
+
+
+def loss(c: Constants, counts: Counts, weights: Array, strength: float = 1.0) -> float:
+    """Mean capped |log error| of TPOT and TTFT, and what the constants lie off their priors."""
+    first, each = residuals(c, counts)
+    data = np.minimum(np.abs(each), 0.6) + 0.4 * np.minimum(np.abs(first), 1.0)
+    penalty = sum((np.log(c[n] / p) / s) ** 2 for n, (p, s) in PRIORS.items() if s)
+    return float((data * weights).sum() / weights.sum() + strength * 0.0015 * penalty)
+
+
+def fit(counts: Counts, weights: Array, start: Constants | None = None, rounds: int = 4) -> dict[str, float]:
+    """Coordinate descent in logarithms."""
+    c = {n: p for n, (p, _) in PRIORS.items()} | dict(start or {})
+    best = loss(c, counts, weights)
+    size = 0.2
+    for _ in range(rounds):
+        for name, (_, spread) in PRIORS.items():
+            if not spread:
+                continue
+            for sign in (1, -1):
+                moved = False
+                while True:
+                    trial = {**c, name: c[name] * float(np.exp(sign * size))}
+                    found = loss(trial, counts, weights)
+                    if found >= best - 1e-6:
+                        break
+                    c, best, moved = trial, found, True
+                if moved:
+                    break
+        size *= 0.6
+    return c

@@ -1,0 +1,158 @@
+"""Counted work of measured serving rows as arrays, so that many constants can be tried on the same counts.
+
+Every run has steps (a decode step, the step that has a prompt beside it, the prompt alone); every step has kernels and
+messages (``plan.timing.step.Work``). They are laid out flat, with the step they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench.serving_rows import Pool, Run
+from bench.serving_specs import cluster_for, place_pool
+from meshwright.plan.cores import Batch
+from meshwright.plan.products import held
+from meshwright.plan.serve_memory import serve_memory
+from meshwright.plan.timing.collective import curve, table
+from meshwright.plan.timing.compute import generation, peak_flops, unit_dtype
+from meshwright.plan.timing.step import Work, step_work
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.placement import Placement
+from meshwright.specs.profile import ServeSettings
+from meshwright.specs.workload import Serve
+
+#: Mean share of the nominal length where lengths are uniform on [0.8, 1] of it.
+UNIFORM = 0.9
+KINDS = ("dense", "experts", "attention", "light")
+GENERATIONS = ("hopper", "blackwell")
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Flat:
+    """Columns of kernels, messages and steps while they are collected."""
+
+    kernels: list[tuple[float, ...]] = field(default_factory=list)
+    messages: list[tuple[float, ...]] = field(default_factory=list)
+    steps: list[tuple[float, ...]] = field(default_factory=list)
+
+    def add(self, work: Work, cluster: Cluster) -> int:
+        """Append one step; returns its number."""
+        number, device = len(self.steps), cluster.device
+        gen = GENERATIONS.index(generation(device))
+        for k in work.kernels:
+            unit = unit_dtype(device, k.dtype)
+            unpacked = k.dtype == "fp4" and unit != "fp4"
+            self.kernels.append((
+                number, KINDS.index(k.kind), gen, k.moved_bytes / device.bandwidth_bytes_s,
+                k.flops / peak_flops(device, k.dtype), k.width, k.experts, k.held, k.spread, k.count,
+                k.dtype == "fp4" and not unpacked, unpacked, k.dtype == "f8_e4m3",
+            ))  # fmt: skip
+        for m in work.messages:
+            c = curve(m.op, m.wiring, cluster)
+            own = m.op == "all_reduce" and not m.wiring.across and cluster.intra.kind == "nvswitch"
+            own = own and m.payload_bytes <= table()["small"]["limit_bytes"]
+            top = 536870912.0
+            self.messages.append((
+                number, gen, c.seconds(m.payload_bytes), c.seconds(512.0),
+                m.payload_bytes / top * c.seconds(top) / table()["small"]["bandwidth"], own, m.count,
+                m.op == "all_to_all",
+            ))  # fmt: skip
+        self.steps.append((
+            gen, work.launches, work.passes_bytes / device.bandwidth_bytes_s, work.requests, work.prefill,
+            float(len(work.messages) > 0),
+        ))  # fmt: skip
+        return number
+
+
+@dataclass(frozen=True)
+class Counts:
+    """All runs as arrays (see ``collect``); ``dec``, ``mix``, ``pre``: numbers of their steps."""
+
+    runs: list[Run]
+    kernels: Array
+    messages: Array
+    steps: Array
+    dec: Array
+    low: Array
+    mix: Array
+    pre: Array
+    info: dict[str, Array]
+
+
+def lengths(run: Run) -> tuple[int, int]:
+    """Mean input and output tokens of a run."""
+    share = UNIFORM if run.uniform else 1.0
+    return round(run.isl * share), max(1, round(run.osl * share))
+
+
+def capacity(placement: Placement, cluster: Cluster, isl: int, osl: int, known: dict[Any, int]) -> int:
+    """Requests that the caches of one worker hold in the mean over their lives: half the output is written."""
+    key = (id(placement), cluster.device.name, isl, osl)
+    if key not in known:
+        memory = serve_memory(placement, cluster, Serve(isl=isl, osl=max(1, osl // 2), max_model_len=None))
+        known[key] = memory.max_requests
+    return known[key]
+
+
+def _count(
+    flat: Flat, placement: Placement, cluster: Cluster, decode: Batch | None, prompt: Batch | None
+) -> int:
+    first = placement.classes[0].coordinate
+    own = held(placement, first, {})
+    work = step_work(
+        placement, ServeSettings(), cluster.devices_per_node, own, first.pp, first, decode, prompt
+    )
+    return flat.add(work, cluster)
+
+
+def collect(runs: Sequence[Run]) -> Counts:
+    """Count the steps of all runs."""
+    flat, known = Flat(), {}
+    names = ("users", "batch", "isl", "osl", "dp", "workers", "lanes", "cap", "launches_dec", "kv_bytes")
+    info: dict[str, list[float]] = {name: [] for name in names}
+    at: dict[str, list[int]] = {"dec": [], "low": [], "mix": [], "pre": []}
+    for run in runs:
+        isl, osl = lengths(run)
+        pool = run.decode
+        placement, cluster = place_pool(run.model, run.precision, run.engine, _key(pool)), cluster_for(run, pool)
+        replicas = pool.dp * pool.workers
+        asked = max(1, -(-run.users // replicas))
+        cap = max(1, capacity(placement, cluster, isl, osl, known) // pool.dp)
+        batch = min(asked, cap)
+        new = 3 if run.speculative else 1
+        past = isl + osl // 2
+        at["dec"].append(_count(flat, placement, cluster, Batch("decode", batch, new, past), None))
+        small = max(1, batch // 4)
+        at["low"].append(_count(flat, placement, cluster, Batch("decode", small, new, past), None))
+        before = run.prefill or pool
+        source, sender = place_pool(run.model, run.precision, run.engine, _key(before)), cluster_for(run, before)
+        prompt = Batch("prefill", 1, isl)
+        at["pre"].append(_count(flat, source, sender, None, prompt))
+        at["mix"].append(
+            _count(flat, placement, cluster, Batch("decode", batch, new, past), prompt)
+            if run.prefill is None
+            else at["pre"][-1]
+        )
+        row = {
+            "users": run.users, "batch": batch, "isl": isl, "osl": osl, "dp": pool.dp, "workers": pool.workers,
+            "lanes": before.dp * before.workers, "cap": cap, "launches_dec": 0,
+            "kv_bytes": isl * sum(
+                a.cached_values_per_token for layer in placement.spec.layers if (a := layer.attention)
+            ) * 2.0,
+        }  # fmt: skip
+        for name in names:
+            info[name].append(float(row[name]))
+    return Counts(
+        list(runs), np.array(flat.kernels, float), np.array(flat.messages, float), np.array(flat.steps, float),
+        *(np.array(at[n]) for n in ("dec", "low", "mix", "pre")), {n: np.array(v) for n, v in info.items()},
+    )  # fmt: skip
+
+
+def _key(pool: Pool) -> Pool:
+    """The pool without what does not change its placement, so that placements are shared."""
+    return Pool(pool.tp, pool.pp, pool.dp, pool.moe_tp, pool.moe_ep)

@@ -1,0 +1,230 @@
+"""One step of a serving engine as work: what is multiplied, read and sent for B decoding requests and a prompt.
+
+A *step* runs the tokens of decoding requests (one each) and of a prompt through the layers together: products see all
+tokens, attention and recurrent cores each sequence by itself. ``step_work`` counts it from the placement's own ops
+(``plan.layer_ops``); ``step_seconds`` times the count. Between the two stands ``Work``, plain numbers that do not
+depend on any constant, so that a fit or a search can time the same counts for many constants or layouts at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from meshwright.plan.cores import Batch
+from meshwright.plan.forward import embedding_ops, head_ops, serving_context, stage_hand_off
+from meshwright.plan.layer_ops import Context, layer_ops
+from meshwright.plan.products import Held, Kind
+from meshwright.plan.timing.collective import Wiring
+from meshwright.plan.timing.compute import op_width, shape_class
+from meshwright.plan.wire import Op
+from meshwright.specs.dtypes import DTYPE_BYTES
+from meshwright.specs.model import Attention
+from meshwright.specs.placement import Coordinate, Placement
+from meshwright.specs.profile import ServeSettings
+
+
+class Kernel(NamedTuple):
+    """Equal work on the compute stream, ``count`` times.
+
+    Attributes:
+        kind: shape class (``compute.ShapeClass``). dtype: of the weights.
+        moved_bytes, flops: of one run. width: narrower side of a product's weight, 0 for other ops.
+        experts, held: experts whose weights are read, and those that the rank holds (0: no experts).
+        spread: the experts lie on several ranks, so that the busiest one decides.
+        part: what the time is shown as: weights, experts, attention, other.
+        count: repetitions in the step.
+    """
+
+    kind: str
+    dtype: str
+    moved_bytes: float
+    flops: float
+    width: float
+    experts: int
+    held: int
+    spread: bool
+    part: str
+    count: int
+
+
+class Message(NamedTuple):
+    """Equal collectives, ``count`` times; ``payload_bytes``: what enters on a rank."""
+
+    op: str
+    wiring: Wiring
+    payload_bytes: float
+    count: int
+
+
+class Work(NamedTuple):
+    """Everything that one rank does in a step.
+
+    Attributes:
+        kernels, messages: work and collectives.
+        launches: kernels that an engine launches for it (fused as engines do it; see ``launches_of``).
+        passes_bytes: bytes of the hidden states that all these kernels read and write, beyond what ``kernels`` count.
+        requests: decoding requests of the rank. tokens: tokens in the step. prefill: a prompt is among them.
+    """
+
+    kernels: tuple[Kernel, ...]
+    messages: tuple[Message, ...]
+    launches: float
+    passes_bytes: float
+    requests: int
+    tokens: int
+    prefill: bool
+
+
+#: Kernels of the parts of a layer, as serving engines fuse them. Attention: one product for q, k, v, rotary embedding
+#: with the cache write, the core and its merge of splits, the output product. MLA: first projections fused, q_b, two
+#: absorbed products, rotary embedding, cache write, core and merge, output. Indexer: three products, norm, scores,
+#: top-k. Feed-forward: up, activation, down. Experts: router, top-k, sort, two grouped products, activation, finish.
+#: Recurrent mixer: two input products, convolution, core, gate, output. Counted from the engines' model code
+#: (vLLM and SGLang ``models/llama.py``, ``qwen3_moe.py``, ``deepseek_v2.py``, ``qwen3_next.py``).
+LAUNCHES = {"gqa": 5, "mla": 9, "indexer": 6, "mlp": 3, "moe": 7, "recurrent": 6}
+
+
+def launches_of(kind: Kind) -> int:
+    """Kernels that one layer launches: its norms and the parts of ``LAUNCHES``."""
+    count = len(kind.norms)
+    for mixer in kind.layer.mixers:
+        if isinstance(mixer, Attention):
+            count += LAUNCHES[mixer.kind]
+            count += LAUNCHES["indexer"] if mixer.indexer is not None and mixer.indexer.heads else 0
+        else:
+            count += LAUNCHES["recurrent"]
+    count += LAUNCHES["mlp"] * (kind.layer.mlp is not None)
+    if kind.layer.moe is not None:
+        count += LAUNCHES["moe"] + (LAUNCHES["mlp"] if kind.layer.moe.shared_intermediate else 0)
+    return count
+
+
+def kinds_of(own: Held) -> list[tuple[Kind, int]]:
+    """Distinct kinds of layers of a rank, with how many of each."""
+    counts = Counter(id(kind) for kind in own.kinds.values())
+    kinds = {id(kind): kind for kind in own.kinds.values()}
+    return [(kinds[key], count) for key, count in counts.items()]
+
+
+class Groups:
+    """How the groups of one rank are wired; ``dp_shard`` counts as ``dp``."""
+
+    def __init__(self, placement: Placement, per_node: int, at: Coordinate) -> None:
+        self.placement, self.per_node, self.at = placement, per_node, at
+        self._known: dict[str, Wiring] = {}
+
+    def of(self, group: str) -> Wiring:
+        """Wiring of the group of an axis."""
+        if group not in self._known:
+            if group == "world":
+                ranks: Sequence[int] = range(self.placement.layout.world)
+            else:
+                ranks = self.placement.group(group.removesuffix("_shard").removesuffix("_replicate"), self.at)
+            node = self.placement.rank(self.at) // self.per_node
+            near = sum(rank // self.per_node == node for rank in ranks)
+            self._known[group] = Wiring(len(ranks), near)
+        return self._known[group]
+
+
+def step_work(
+    placement: Placement,
+    settings: ServeSettings,
+    per_node: int,
+    own: Held,
+    stage: int,
+    at: Coordinate,
+    decode: Batch | None,
+    prompt: Batch | None,
+) -> Work:
+    """Count one step of the rank at ``at``.
+
+    Args:
+        placement, settings: model, layout, engine; dtypes.
+        per_node: devices of a node.
+        own: what the rank multiplies (``plan.products.held``). stage: its pipeline stage.
+        decode: decoding requests of one data-parallel replica, or None.
+        prompt: the prompt in the step, or None; every replica has one.
+    """
+    whole, parts = _contexts(placement, settings, decode, prompt)
+    groups = Groups(placement, per_node, at)
+    kernels: list[Kernel] = []
+    messages: list[Message] = []
+    last = len(placement.stages) - 1
+    sampled = (decode.sequences if decode else 0) + (prompt.sequences if prompt else 0)
+    ends = embedding_ops(whole, own.ends) if stage == 0 else stage_hand_off(whole, "recv", stage - 1)
+    tail = head_ops(placement, whole, own.ends, sampled) if stage == last else stage_hand_off(whole, "send", stage)
+    _add([*ends, *tail], 1, 0, False, groups, kernels, messages)
+    spread = placement.cuts.grid.ep > 1
+    launches, passes = 4.0, 0.0
+    for kind, count in kinds_of(own):
+        held = max((p.experts for p in kind.products if p.role == "expert"), default=0)
+        ops = [op for op in layer_ops(whole, kind) if op.op not in _CORES] if len(parts) > 1 else layer_ops(whole, kind)
+        if len(parts) > 1:
+            ops = [*ops, *(op for part in parts for op in layer_ops(part, kind) if op.op in _CORES)]
+        _add(ops, count, held, spread, groups, kernels, messages)
+        own_launches = launches_of(kind)
+        launches += own_launches * count
+        topk = kind.layer.moe.topk if kind.layer.moe is not None else 0
+        passes += count * (2 * own_launches + 4 * topk) * whole.held_tokens * whole.hidden * DTYPE_BYTES[whole.dtype]
+    requests = decode.sequences if decode else 0
+    return Work(tuple(kernels), tuple(messages), launches, passes, requests, whole.tokens, prompt is not None)
+
+
+_CORES = frozenset({"attention", "recurrent"})
+
+
+def _contexts(
+    placement: Placement, settings: ServeSettings, decode: Batch | None, prompt: Batch | None
+) -> tuple[Context, list[Context]]:
+    """The context that products see, and those of the cores."""
+    batches = [b for b in (decode, prompt) if b is not None]
+    parts = [serving_context(placement, batch, settings) for batch in batches]
+    if len(parts) == 1:
+        return parts[0], parts
+    tokens = sum(batch.tokens for batch in batches)
+    whole = replace(parts[0], batch=Batch("decode", tokens, 1, batches[0].past), cache={})
+    return whole, parts
+
+
+def _part(op: Op, kind: str) -> str:
+    if kind == "experts":
+        return "experts"
+    if kind == "attention" or op.op == "recurrent":
+        return "attention"
+    return "weights" if kind == "dense" else "other"
+
+
+def _add(
+    ops: Iterable[Op],
+    count: int,
+    held: int,
+    spread: bool,
+    groups: Groups,
+    kernels: list[Kernel],
+    messages: list[Message],
+) -> None:
+    for op in ops:
+        if op.op == "mark":
+            continue
+        if op.group is not None:
+            messages.append(Message(op.op, groups.of(op.group), op.payload, count * op.repeats))
+            continue
+        kind = shape_class(op)
+        experts = op.shapes[1][0] if kind == "experts" else 0
+        kernels.append(
+            Kernel(
+                kind,
+                op.dtype,
+                op.payload,
+                op.flops,
+                op_width(op),
+                experts,
+                held if experts else 0,
+                spread,
+                _part(op, kind),
+                count * op.repeats,
+            )
+        )
