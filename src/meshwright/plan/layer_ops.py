@@ -111,8 +111,9 @@ class Context:
         """Sum of the partial results of a block over tp: all_reduce, or reduce_scatter with sp."""
         if not cut:
             return []
-        op = "reduce_scatter" if self.sp else "all_reduce"
-        return collective(op, name, "tp", self.layout.tp, (self.tokens, self.hidden), self.dtype)
+        op, tp = "reduce_scatter" if self.sp else "all_reduce", self.layout.tp
+        rows = self.held_tokens * tp if self.sp else self.tokens  # equal shares: the last is filled up
+        return collective(op, name, "tp", tp, (rows, self.hidden), self.dtype)
 
 
 def layer_ops(c: Context, kind: Kind) -> list[Op]:

@@ -13,12 +13,34 @@ from torch import Tensor
 
 from meshwright.runtime.mesh import Group
 
+# Names of torch 2.13, and those before it, which 2.13 calls deprecated.
+_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum of ``x`` over the group, in place; the same bits on every rank."""
     if group.size > 1:
         dist.all_reduce(x, group=group.pg)
     return x
+
+
+def all_gather_rows(x: Tensor, group: Group) -> Tensor:
+    """Equal pieces of all ranks one behind the other: ``(n, ...)`` in, ``(size n, ...)`` out."""
+    if group.size == 1:
+        return x
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    _gather_rows(out, x.contiguous(), group=group.pg)
+    return out
+
+
+def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
+    """This rank's piece of the sum over the group: ``(size n, ...)`` in, ``(n, ...)`` out."""
+    if group.size == 1:
+        return x
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    _scatter_sum(out, x.contiguous(), group=group.pg)
+    return out
 
 
 def gather_logits(x_SV: Tensor, group: Group, widths: tuple[int, ...]) -> Tensor | None:

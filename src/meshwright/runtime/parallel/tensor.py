@@ -18,11 +18,24 @@ from meshwright.runtime.mesh import Group
 from meshwright.runtime.scope import scope
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Edges:
-    """Both ends of a block on the ranks of ``tp``."""
+    """Both ends of a block on the ranks of ``tp``.
+
+    Attributes:
+        tp: the group. tokens: T of the pass that runs (``begin``).
+    """
 
     tp: Group
+    tokens: int = 0
+
+    def begin(self, tokens: int) -> None:
+        """A pass of T tokens begins."""
+        self.tokens = tokens
+
+    def held(self, tokens: int) -> int:
+        """Rows between the blocks of a pass of T tokens: all of them."""
+        return tokens
 
     def enter(self, x_TD: Tensor, name: str) -> Tensor:
         """All tokens of the pass, on every rank of tp; ``name`` is what the ledger calls a collective here."""
