@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 1 << 16
 
-_MODEL = typer.Argument(None, help="Folder with config.json and safetensors weights.")
+_MODEL = typer.Argument(None, help="Folder with config.json and safetensors weights; with --dry also a name.")
 _PROMPT_IDS = typer.Option([], "--prompt-ids", help="Token ids: 1,15,7. May be given several times, in one length.")
 _OUT = typer.Option(None, "--out", help="Folder for both ledgers, as JSON lines.")
 
@@ -29,8 +29,11 @@ def prove(
     prompt_ids: list[str] = _PROMPT_IDS,
     tokens: int = typer.Option(12, "--tokens", help="Length of the random prompts, where none are given."),
     seed: int = typer.Option(0, "--seed", help="Of the random prompts."),
-    new_tokens: int = typer.Option(4, "--new-tokens", help="Greedy tokens for every prompt."),
-    micro_batches: int | None = typer.Option(None, "--micro-batches", help="Groups in flight; default: the stages."),
+    new_tokens: int | None = typer.Option(None, "--new-tokens", help="Greedy tokens a prompt; default: 4, --dry: 2."),
+    micro_batches: int | None = typer.Option(
+        None, "--micro-batches", help="Groups in flight; default: as many as stages, --dry: at most 2."
+    ),
+    dry: bool = typer.Option(False, "--dry", help="No weights, no numbers: only the ledger, for any number of ranks."),
     mutate: str | None = typer.Option(
         None, "--mutate", help="Plant a mistake; the proof must fail. 'list' shows them."
     ),
@@ -47,9 +50,14 @@ def prove(
     if model is None or layout is None:
         raise InputError("prove needs a folder and a layout: meshwright prove FOLDER --layout tp=2,pp=2")
     in_range(tokens, "--tokens", 1, MAX_TOKENS)
-    in_range(new_tokens, "--new-tokens", 1, MAX_TOKENS)
+    if new_tokens is not None:
+        in_range(new_tokens, "--new-tokens", 1, MAX_TOKENS)
     limit_s = seconds(timeout, "--timeout")
     _need_torch()
+    if dry:
+        if prompt_ids:
+            raise InputError("--prompt-ids with --dry: a dry-run has no numbers, so ids do not matter; give --tokens")
+        _dry(str(model), layout, tokens, new_tokens, micro_batches, mutate, out, limit_s, as_json)
     from meshwright.prove import proof as proofs
 
     prompts = [_ids(text) for text in prompt_ids] or None
@@ -59,11 +67,11 @@ def prove(
         prompts=prompts,
         tokens=tokens,
         seed=seed,
-        new_tokens=new_tokens,
+        new_tokens=new_tokens or proofs.NEW_TOKENS,
         micro_batches=micro_batches,
         mutate=mutate,
         timeout_s=limit_s,
-        say=lambda text: typer.echo(f"... {text}", err=True),
+        say=_say,
     )
     if out is not None:
         proofs.write_ledgers(proof, out)
@@ -74,6 +82,44 @@ def prove(
     raise typer.Exit(0 if proof.proven else 1)
 
 
+def _dry(
+    model: str,
+    layout: str,
+    tokens: int,
+    new_tokens: int | None,
+    micro_batches: int | None,
+    mutate: str | None,
+    out: Path | None,
+    limit_s: float,
+    as_json: bool,
+) -> NoReturn:
+    """The proof without weights, and the exit code."""
+    from meshwright.prove import dry
+    from meshwright.prove.proof import write_ledgers
+
+    proof = dry.dry_run(
+        model,
+        layout,
+        tokens=tokens,
+        new_tokens=new_tokens or dry.NEW_TOKENS,
+        micro_batches=micro_batches,
+        mutate=mutate,
+        timeout_s=limit_s,
+        say=_say,
+    )
+    if out is not None:
+        write_ledgers(proof, out)
+    if as_json:
+        typer.echo(json.dumps(dry.as_json(proof), indent=2))
+    else:
+        _show(proof, proof.note)
+    raise typer.Exit(0 if proof.proven else 1)
+
+
+def _say(text: str) -> None:
+    typer.echo(f"... {text}", err=True)
+
+
 def _list() -> None:
     from meshwright.runtime.mutate import MUTATIONS
 
@@ -81,7 +127,7 @@ def _list() -> None:
         typer.echo(f"{name:28}{mutation.says}")
 
 
-def _show(proof: Proof) -> None:
+def _show(proof: Proof, note: str | None = None) -> None:
     """Verdict, first difference, table."""
     from rich.markup import escape
 
@@ -90,7 +136,7 @@ def _show(proof: Proof) -> None:
     out = console()
     out.print(escape(proof.verdict), style="bold green" if proof.proven else "bold red", soft_wrap=True)
     if proof.mutation:
-        out.print(f"planted: {escape(proof.mutation)}")
+        out.print(f"planted: {escape(proof.mutation)}" + (f"; {escape(note)}" if note else ""), soft_wrap=True)
     if proof.first:
         out.print(f"first difference: {escape(proof.first)}", soft_wrap=True)
     rows = table("what", "compared", "differs", "worst")

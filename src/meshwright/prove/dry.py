@@ -56,6 +56,13 @@ class DryProof(Proof):
     peak_bytes: int = 0
 
     @property
+    def note(self) -> str | None:
+        """What to know of a mistake that was planted and not seen."""
+        if not self.mutation or not self.proven:
+            return None
+        return f"{self.mutation} changes only numbers, of which a dry-run has none; plant it without --dry"
+
+    @property
     def verdict(self) -> str:
         """One line."""
         said = "equals" if self.proven else "does NOT equal"
@@ -185,4 +192,4 @@ def run_classes(job: DryJob, timeout_s: float, workers: int) -> list[DryRank]:
 
 def as_json(proof: DryProof) -> Mapping[str, Any]:
     """As of a proof, with the rank classes and the memory."""
-    return {**proofs.as_json(proof), "classes": proof.classes, "peak_bytes": proof.peak_bytes}
+    return {**proofs.as_json(proof), "classes": proof.classes, "peak_bytes": proof.peak_bytes, "note": proof.note}
