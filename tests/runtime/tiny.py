@@ -45,6 +45,40 @@ EVEN = {
     "vocab_size": 128,
 }
 
+#: Windows of 5 tokens on three layers of five, scaled embedding, norms around one, its own scale of the scores.
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_act": None,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 5,
+    "sliding_window_pattern": 3,
+    "tie_word_embeddings": True,
+}
+
+#: Latent attention with dense layers only: 9 heads of 6 + 4 (turned), values of 5, a latent of 16.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 9,
+    "head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 5,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
@@ -53,6 +87,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 7},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "gemma3": GEMMA3,
+    "deepseek_v2": {**LATENT, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"},
+    "deepseek_v3": {
+        **LATENT,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 20,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+        },
+    },
 }
 
 #: Unequal prompts; lengths around the block boundaries of blocks of 4.

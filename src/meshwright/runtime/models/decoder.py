@@ -25,7 +25,7 @@ from meshwright.runtime.models.layers import build_layer
 from meshwright.runtime.models.parts import Linear, Norm, Step, Turned, layer_weights
 from meshwright.runtime.models.rope import frequencies, turns
 from meshwright.runtime.models.settings import Settings
-from meshwright.runtime.parallel.tensor import Edges
+from meshwright.runtime.parallel.sequence import edges_of
 from meshwright.runtime.scope import scope
 from meshwright.runtime.serve.cache import Batch, CacheShape, PagedCache
 from meshwright.specs.placement import Coordinate, Placement, Shard
@@ -46,11 +46,13 @@ class Decoder:
         placement, at = mesh.placement, mesh.coordinate
         self.mesh, self.settings, self.dtype = mesh, settings, dtype
         self.tp = mesh.group("tp")
-        self.edges = Edges(self.tp)
+        self.edges = edges_of(placement.layout, self.tp)
         stage = placement.stages[at.pp]
         self.first, self.last, self.layers = stage.index == 0, stage.head, stage.layers
         shards = [s for s in placement.shards(at) if s.family.section == "decoder"]
-        self.blocks = {i: build_layer(layer_weights(i, shards, weights), mesh, settings) for i in stage.layers}
+        self.blocks = {
+            i: build_layer(layer_weights(i, shards, weights), mesh, settings, self.edges) for i in stage.layers
+        }
         self.shapes = cache_shapes(placement, at)
         self.weights_bytes = sum(w.numel() * w.element_size() for w in weights.values())
         table = _ending(shards, "embedding")
@@ -61,15 +63,16 @@ class Decoder:
             assert head is not None
             self.head = Linear(weights[head.family.template])
             self.widths = _widths(placement, at, head.family)
-            self.final_norm = Norm(weights[_need(_ending(shards, "norm")).family.template], settings.eps)
-        self.frequencies = (frequencies(settings.rope, self.head_dim, mesh.device),)
+            last = weights[_need(_ending(shards, "norm")).family.template]
+            self.final_norm = Norm(last, settings.eps, settings.norm_offset)
+        self.frequencies = tuple(frequencies(rope, self.rotary_width, mesh.device) for rope in settings.ropes)
 
     @property
-    def head_dim(self) -> int:
-        """Width of a head, the same in all layers."""
+    def rotary_width(self) -> int:
+        """Dimensions of a head that turn, the same in all layers."""
         attention = self.mesh.placement.spec.layers[0].attention
         assert attention is not None
-        return attention.head_dim
+        return attention.rope_head_dim or attention.head_dim
 
     def cache(self, blocks: int, block_size: int) -> PagedCache:
         """An empty cache for the layers and heads of this rank."""
@@ -80,16 +83,21 @@ class Decoder:
         """Hidden states ``(T, D)``: a rank looks up the ids whose rows it has, the rest is zero until the sum."""
         assert self.table is not None
         if self.tp.size == 1:
-            return F.embedding(ids_T, self.table)
+            return self._scaled(F.embedding(ids_T, self.table))
         low, high = self.rows
         mine = (ids_T >= low) & (ids_T < high)
         x_TD = F.embedding(torch.where(mine, ids_T - low, 0), self.table) * mine[:, None]
-        return self.edges.leave(x_TD, "embedding")
+        return self._scaled(self.edges.leave(x_TD, "embedding"))
+
+    def _scaled(self, x_TD: Tensor) -> Tensor:
+        """The embedding times its factor, which is rounded to the element type first, as in the published code."""
+        scale = self.settings.embedding_scale
+        return x_TD if scale == 1 else x_TD * torch.tensor(scale, dtype=self.dtype, device=x_TD.device)
 
     def rotary(self, batch: Batch) -> tuple[Turned, ...]:
         """Cosine and sine of the positions of a pass, for all its layers."""
-        factor = self.settings.rope.attention_factor
-        return tuple(turns(inv, batch.positions_T, factor, self.dtype) for inv in self.frequencies)
+        kinds = zip(self.frequencies, self.settings.ropes, strict=True)
+        return tuple(turns(inv, batch.positions_T, rope.attention_factor, self.dtype) for inv, rope in kinds)
 
     def stage(self, x_TD: Tensor, batch: Batch, cache: PagedCache) -> Tensor:
         """All layers of this rank's stage."""
@@ -98,22 +106,34 @@ class Decoder:
             x_TD = self.blocks[i](x_TD, step)
         return x_TD
 
+    def ends(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        """Hidden states ``(S, D)`` of the rows whose logits are wanted, on every rank of the stage's replica."""
+        return self.edges.enter(x_TD, "head input")[batch.sampled]
+
     def logits(self, x_SD: Tensor) -> Tensor | None:
         """Logits ``(S, V)`` of the sampled rows on place 0 of tp, None on the other places."""
         x_SV = self.head(self.final_norm(x_SD))
         with scope(name="logits"):
-            return gather_logits(x_SV, self.tp, self.widths)
+            logits = gather_logits(x_SV, self.tp, self.widths)
+        cap = self.settings.logit_cap
+        return logits if cap is None or logits is None else cap * torch.tanh(logits / cap)
 
 
 def cache_shapes(placement: Placement, at: Coordinate) -> dict[int, CacheShape]:
-    """What a token takes in the cache of every layer of a rank: KV heads held, width of a key and of a value head."""
+    """What a token takes in the cache of every layer of a rank: KV heads held, width of a key and of a value head.
+
+    Latent attention keeps one head, whole on every rank of tp: the latent as key, the turned key as value.
+    """
     shapes = {}
     for shard in placement.shards(at):
-        if shard.family.section == "decoder" and shard.family.op == "k" and shard.family.part == "weight":
+        if shard.family.section == "decoder" and shard.family.op in {"k", "kv_a"} and shard.family.part == "weight":
             for layer in shard.layers:
                 a = placement.spec.layers[layer].attention
                 assert a is not None
-                shapes[layer] = CacheShape(shard.shape[0] // a.head_dim, a.head_dim, a.v_head_dim)
+                if a.kind == "mla":
+                    shapes[layer] = CacheShape(1, a.kv_lora_rank, a.rope_head_dim)
+                else:
+                    shapes[layer] = CacheShape(shard.shape[0] // a.head_dim, a.head_dim, a.v_head_dim)
     return shapes
 
 

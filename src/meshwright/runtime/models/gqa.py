@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshwright.runtime.models.attention import attend
+from meshwright.runtime.models.attention import Scores, attend
 from meshwright.runtime.models.parts import LayerWeights, Linear, Norm, Step
 from meshwright.runtime.models.rope import turn
 from meshwright.runtime.models.settings import Settings
@@ -38,8 +38,8 @@ class GroupedQuery:
     o: Linear
     qk_norms: tuple[Norm, Norm] | None
     head_dim: int
-    window: int | None
-    rope: int = 0
+    how: Scores
+    rope: int
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         """Attend to the cache, in which the pass is written first."""
@@ -49,12 +49,15 @@ class GroupedQuery:
             q, k = self.qk_norms[0](q), self.qk_norms[1](k)
         turned = step.turned[self.rope]
         step.cache.write(self.layer, step.batch.slots_T, turn(k, *turned), v)
-        a_TH = attend(turn(q, *turned), self.layer, step.batch, step.cache, self.window)
+        a_TH = attend(turn(q, *turned), self.layer, step.batch, step.cache, self.how)
         return self.edges.leave(self.o.partial(a_TH), "mixer output", self.o.bias)
 
 
 def grouped_query(w: LayerWeights, a: Attention, settings: Settings, edges: Edges) -> GroupedQuery:
     """Build it from the weights of a layer."""
     q, k, v, o = (w.linear("attention", op) for op in ("q", "k", "v", "o"))
-    qk = w.norms("attention", settings.eps)
-    return GroupedQuery(w.layer, edges, q, k, v, o, (qk[0], qk[1]) if qk else None, a.head_dim, a.window)
+    plain = list(w.plain.get("attention", ()))
+    how = Scores(a.window, settings.softmax_scale, plain.pop() if a.sinks else None)
+    qk = [Norm(weight, settings.eps, settings.norm_offset) for weight in plain]
+    rope = int(a.window is not None and settings.local_rope is not None)
+    return GroupedQuery(w.layer, edges, q, k, v, o, (qk[0], qk[1]) if qk else None, a.head_dim, how, rope)

@@ -12,6 +12,7 @@ from torch import Tensor
 from meshwright.errors import InputError
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.models.gqa import grouped_query
+from meshwright.runtime.models.mla import latent
 from meshwright.runtime.models.mlp import gated_mlp
 from meshwright.runtime.models.parts import LayerWeights, Norm, Part, Step
 from meshwright.runtime.models.settings import Settings
@@ -42,16 +43,16 @@ class DecoderLayer:
             return x_TD
 
 
-def build_layer(w: LayerWeights, mesh: Mesh, settings: Settings) -> DecoderLayer:
+def build_layer(w: LayerWeights, mesh: Mesh, settings: Settings, edges: Edges) -> DecoderLayer:
     """One layer of this rank.
 
     Raises:
         InputError: a structure that the runtime does not compute.
     """
     layer = mesh.placement.spec.layers[w.layer]
-    edges = Edges(mesh.group("tp"))
-    norms = w.norms("norm", settings.eps)
+    norms = w.norms("norm", settings.eps, settings.norm_offset)
     if layer.attention is None or layer.mlp is None or len(norms) not in {2, 4}:
         raise InputError(f"layer {w.layer} is not attention with a dense MLP; the runtime cannot run this model")
-    mixer = grouped_query(w, layer.attention, settings, edges)
-    return DecoderLayer(w.layer, norms, mixer, gated_mlp(w, edges))
+    build = latent if layer.attention.kind == "mla" else grouped_query
+    mixer = build(w, layer.attention, settings, edges)
+    return DecoderLayer(w.layer, norms, mixer, gated_mlp(w, settings.activation, edges))

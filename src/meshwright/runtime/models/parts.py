@@ -5,8 +5,9 @@ Nothing here knows a tensor by name: role, ``op`` and ``part`` come from the ten
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from torch import Tensor
 from meshwright.errors import InputError
 from meshwright.runtime.serve.cache import Batch, PagedCache
 from meshwright.specs.placement import Shard
+
+#: Activations by their names in ``Settings``.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 #: Cosine and sine of the positions of a pass.
 Turned = tuple[Tensor, Tensor]
@@ -63,14 +67,18 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMS norm over the last dimension."""
+    """RMS norm over the last dimension; ``offset`` is added to its weight."""
 
     weight: Tensor
     eps: float
+    offset: float = 0.0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        """Normalise; with an offset in fp32, because 1 + w of bf16 would lose what w holds."""
+        if not self.offset:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = self.weight.float() + self.offset
+        return F.rms_norm(x.float(), wide.shape, wide, self.eps).to(x.dtype)
 
 
 @dataclass(slots=True)
@@ -104,9 +112,9 @@ class LayerWeights:
             raise InputError(f"layer {self.layer}: no {role} weight {op!r}; the runtime cannot run this model")
         return Linear(found["weight"], found.get("bias"))
 
-    def norms(self, role: str, eps: float) -> tuple[Norm, ...]:
+    def norms(self, role: str, eps: float, offset: float = 0.0) -> tuple[Norm, ...]:
         """Norms of a role in the order of the table."""
-        return tuple(Norm(weight, eps) for weight in self.plain.get(role, ()))
+        return tuple(Norm(weight, eps, offset) for weight in self.plain.get(role, ()))
 
 
 def layer_weights(layer: int, shards: Sequence[Shard], weights: Mapping[str, Tensor]) -> LayerWeights:

@@ -62,3 +62,8 @@ def turn(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn pairs ``(i, i + d/2)``, the order of Hugging Face checkpoints."""
     a, b = x_THd.chunk(2, dim=-1)
     return x_THd * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def apart(x_THd: Tensor) -> Tensor:
+    """Neighbouring pairs ``(2i, 2i + 1)`` in the order that ``turn`` takes: ``(i, i + d/2)``."""
+    return x_THd.reshape(*x_THd.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.errors import IllegalLayoutError, InputError
 from meshwright.specs.hf.fields import Fields
 from meshwright.specs.layout import Layout
-from meshwright.specs.model import ModelSpec
+from meshwright.specs.model import Attention, ModelSpec
 
-#: ``model_type`` of the families whose forward is this decoder's: pre-norm, rotary, SwiGLU. Others that share their
-#: tensor names (Granite) multiply by factors of their own and are refused.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+#: ``model_type`` of the families whose forward is this decoder's. Others that share their tensor names (Granite)
+#: multiply by factors of their own and are refused.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "deepseek_v2", "deepseek_v3", "gpt_oss")
+#: Activations that feed-forward blocks compute, by their names in configurations.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -30,6 +32,7 @@ class Rope:
         low_freq_factor, high_freq_factor: bounds between which llama3 blends.
         beta_fast, beta_slow: rotations between which yarn blends. truncate: round its bounds to whole dimensions.
         attention_factor: by which yarn multiplies cosine and sine.
+        interleaved: pairs of dimensions are neighbours (DeepSeek), instead of half a head apart.
     """
 
     kind: str = "default"
@@ -42,15 +45,37 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Numbers of the forward that no tensor holds: ``eps`` of the norms, rotary positions, ids that end a text."""
+    """Numbers of the forward that no tensor holds.
+
+    Attributes:
+        eps: of the norms. rope: rotary positions. eos: ids that end a text.
+        local_rope: rotary positions of layers with a sliding window, where they have their own (Gemma 3).
+        activation: of the feed-forward blocks, ``silu`` or ``gelu_tanh``.
+        norm_offset: is added to the weight of every norm (Gemma: 1).
+        embedding_scale: multiplies the embedding (Gemma: square root of the width).
+        softmax_scale: multiplies scores; None: 1 / sqrt(head width).
+        logit_cap: logits become ``cap tanh(logits / cap)``; None: they stay.
+    """
 
     eps: float
     rope: Rope
     eos: tuple[int, ...] = ()
+    local_rope: Rope | None = None
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    softmax_scale: float | None = None
+    logit_cap: float | None = None
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The kinds of rotary positions, in the order of ``Step.turned``."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
 
 def read_settings(raw: Mapping[str, Any], where: str) -> Settings:
@@ -63,10 +88,62 @@ def read_settings(raw: Mapping[str, Any], where: str) -> Settings:
     family = f.text("model_type")
     if family not in FAMILIES:
         raise InputError(f"{where}: the runtime cannot run model_type {family[:40]!r}; it runs {', '.join(FAMILIES)}")
-    act = f.text("hidden_act", default="silu")
-    if act not in {"silu", "swish"}:
-        raise InputError(f"{where}: hidden_act is {act[:40]!r}; the runtime computes silu")
-    return Settings(_number(f, "rms_norm_eps", 1e-6, high=1.0), _rope(f), _eos(f))
+    gemma, deepseek = family == "gemma3_text", family.startswith("deepseek")
+    act = f.text("hidden_activation", "hidden_act", default="gelu_pytorch_tanh" if gemma else "silu")
+    if act not in ACTIVATIONS:
+        raise InputError(f"{where}: hidden_act is {act[:40]!r}; the runtime computes {', '.join(ACTIVATIONS)}")
+    settings = Settings(
+        _number(f, "rms_norm_eps", 1e-5 if family == "gpt_oss" else 1e-6, high=1.0),
+        _gpt_oss_rope(f) if family == "gpt_oss" else _rope(f),
+        _eos(f),
+        activation=ACTIVATIONS[act],
+    )
+    return _gemma(f, settings) if gemma else _deepseek(f, settings, family) if deepseek else settings
+
+
+def _gpt_oss_rope(f: Fields) -> Rope:
+    """Rotary positions of GPT-OSS; where the configuration is silent those of ``GptOssConfig`` (transformers 5.24)."""
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    silent = not f.has("rope_parameters", "rope_scaling")
+    return _rope(Fields({**f.raw, "rope_parameters": yarn}, f.where, f.assumed) if silent else f, 150000.0)
+
+
+def _gemma(f: Fields, s: Settings) -> Settings:
+    """Gemma 3: norms around one, scaled embedding, own scale of the scores, two bases of rotary positions.
+
+    Raises:
+        InputError: bidirectional attention, or capped scores.
+    """
+    if f.flag("use_bidirectional_attention") or f.has("attn_logit_softcapping"):
+        raise InputError(f"{f.where}: bidirectional attention and capped scores are not computed by the runtime")
+    cap = _number(f, "final_logit_softcapping", 0.0)
+    return replace(
+        s,
+        local_rope=_gemma_rope(f, "sliding_attention", "rope_local_base_freq", 1e4),
+        rope=_gemma_rope(f, "full_attention", "rope_theta", 1e6),
+        norm_offset=1.0,
+        embedding_scale=f.integer("hidden_size", default=2304) ** 0.5,
+        softmax_scale=_number(f, "query_pre_attn_scalar", 256.0, low=1e-6) ** -0.5,
+        logit_cap=cap or None,
+    )
+
+
+def _gemma_rope(f: Fields, kind: str, old: str, base: float) -> Rope:
+    """Rotary positions of one kind of layer: under its name (transformers 5), or beside it as the older ones had it."""
+    given = f.sub("rope_parameters")
+    scaling = f.sub("rope_scaling").raw if kind == "full_attention" else {}
+    own = given.sub(kind).raw if given.has("full_attention", "sliding_attention") else scaling
+    return _rope(Fields({"rope_parameters": own}, f.where, f.assumed), _number(f, old, base, low=1.0))
+
+
+def _deepseek(f: Fields, s: Settings, family: str) -> Settings:
+    """DeepSeek: neighbouring dimensions turn together; yarn also scales the scores, by the square of its mscale."""
+    r = f.sub("rope_parameters", "rope_scaling")
+    weight, factor = _number(r, "mscale_all_dim", 0.0), _number(r, "factor", 1.0, low=1.0)
+    width = f.integer("qk_nope_head_dim", low=0) + f.integer("qk_rope_head_dim")
+    scaled = _mscale(factor, weight) if weight and s.rope.kind != "default" else 1.0
+    interleaved = family == "deepseek_v2" or f.flag("rope_interleave", default=True)
+    return replace(s, rope=replace(s.rope, interleaved=interleaved), softmax_scale=scaled**2 / width**0.5)
 
 
 def _number(f: Fields, name: str, default: float, *, low: float = 0.0, high: float = 1e12) -> float:
@@ -87,8 +164,11 @@ def _eos(f: Fields) -> tuple[int, ...]:
     )
 
 
-def _rope(f: Fields) -> Rope:
-    """``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (transformers 4)."""
+def _rope(f: Fields, base: float = 10000.0) -> Rope:
+    """``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (transformers 4).
+
+    ``base``: theta where both are silent.
+    """
     _, given = f.get("rope_parameters", "rope_scaling")
     r = f.sub("rope_parameters", "rope_scaling") if given is not None else Fields({}, f.where)
     kind = r.text("rope_type", "type", default="default")
@@ -97,7 +177,7 @@ def _rope(f: Fields) -> Rope:
     for holder in (f, r):
         if _number(holder, "partial_rotary_factor", 1.0) != 1.0:
             raise InputError(f"{holder.where}: partial_rotary_factor is not 1; the runtime turns whole heads")
-    theta = _number(r, "rope_theta", _number(f, "rope_theta", 10000.0, low=1.0), low=1.0)
+    theta = _number(r, "rope_theta", _number(f, "rope_theta", base, low=1.0), low=1.0)
     if kind == "default":
         return Rope(theta=theta)
     original = r.integer("original_max_position_embeddings", default=f.integer("max_position_embeddings", default=2048))
@@ -118,14 +198,14 @@ def _rope(f: Fields) -> Rope:
 
 def _attention_factor(r: Fields, factor: float) -> float:
     """Yarn's scale of the attention, 0.1 ln(factor) + 1 (Peng et al., arXiv:2309.00071, section 3.4)."""
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if r.has("attention_factor"):
         return _number(r, "attention_factor", 1.0)
     over, under = _number(r, "mscale", 0.0), _number(r, "mscale_all_dim", 0.0)
-    return scale(over) / scale(under) if over and under else scale(1.0)
+    return _mscale(factor, over) / _mscale(factor, under) if over and under else _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def check_runnable(spec: ModelSpec, layout: Layout) -> None:
@@ -139,14 +219,18 @@ def check_runnable(spec: ModelSpec, layout: Layout) -> None:
         raise InputError(f"{spec.name}: {spec.quantization.method} weights; the runtime multiplies bf16, f16 and f32")
     for number, layer in enumerate(spec.layers):
         a, mlp = layer.attention, layer.mlp
-        plain = a is not None and a.kind == "gqa" and a.causal and not (a.sinks or a.gated or a.chunk or a.indexer)
-        if not plain or mlp is None or not mlp.gated or len(layer.mixers) != 1 or len(layer.ffns) != 1:
+        if a is None or not _computed(a) or mlp is None or not mlp.gated or len(layer.mixers + layer.ffns) != 2:
             raise InputError(
                 f"{spec.name}: layer {number} is not attention with a dense gated MLP, which the runtime runs"
             )
     unknown = [n for n in ("cp", "dcp", "ep", "virtual") if getattr(layout, n) > 1]
-    unknown += [n for n in ("sp", "zero") if getattr(layout, n)]
+    unknown += ["zero"] if layout.zero else []
     if unknown:
         raise IllegalLayoutError(
             f"layout {layout}: the runtime does not execute {', '.join(unknown)} yet; use tp, pp and dp"
         )
+
+
+def _computed(a: Attention) -> bool:
+    """Whether the runtime computes an attention."""
+    return a.causal and not (a.gated or a.chunk or a.indexer or a.compress_ratio > 1 or a.shares_kv_with is not None)

@@ -89,9 +89,9 @@ def _attention(t: Table, f: Fields, b: Base, a: Attention, own: tuple[int, ...],
         t.linear("self_attn.q_proj", q, b.hidden, role="attention", op="q", layers=borrowed, bias=bias)
         t.linear("self_attn.o_proj", b.hidden, q, role="attention", op="o", layers=borrowed, bias=bias)
     if own or borrowed:
-        t.norm("self_attn.q_norm", width, layers=tuple(sorted(own + borrowed)))
+        t.norm("self_attn.q_norm", width, layers=tuple(sorted(own + borrowed)), role="attention")
     if own:
-        t.norm("self_attn.k_norm", width, layers=own)
+        t.norm("self_attn.k_norm", width, layers=own, role="attention")
 
 
 def _sharing(f: Fields, types: tuple[str, ...]) -> tuple[int | None, ...]:
