@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from meshwright.plan.cores import Batch, attention_core, indexer_core, recurrent_core
 from meshwright.plan.products import OUT_OPS, Kind, Product
-from meshwright.plan.wire import Op, Ways, collective, compute, hand_off
+from meshwright.plan.wire import Op, Shape, Ways, collective, compute, hand_off
 from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import Attention, Moe, Recurrent
@@ -151,10 +151,15 @@ def mixer_ops(c: Context, kind: Kind) -> list[Op]:
         cut = any(p.cut for p in after)
         if not ops:
             ops += c.enter("mixer input", cut)
+        latent = [p for p in before if p.op == "kv_b" and c.batch.phase == "decode"]
         for p in before:
-            ops.append(c.product(p, _mixer_tokens(c, mixer, p)))
+            if p not in latent:
+                ops.append(c.product(p, _mixer_tokens(c, mixer, p)))
         if isinstance(mixer, Attention):
+            absorbed = [_absorbed(c, mixer, p) for p in latent]
+            ops += [keys for keys, _ in absorbed]
             ops += _attention(c, kind, mixer)
+            ops += [values for _, values in absorbed]
         else:
             ops.append(recurrent_core(mixer, _recurrent_heads(kind, mixer), _local(c), c.dtype))
         ops += [c.product(p, c.tokens) for p in after]
@@ -177,6 +182,22 @@ def _mixer_tokens(c: Context, mixer: Attention | Recurrent, p: Product) -> int:
     if p.op == "kv_b" and c.batch.phase == "prefill":
         return c.tokens + c.batch.sequences * c.batch.past
     return c.tokens
+
+
+def _absorbed(c: Context, a: Attention, p: Product) -> tuple[Op, Op]:
+    """``kv_b`` of MLA in a decode step, from both sides of the core and head by head (DeepSeek-V2, section 2.1.2).
+
+    ``q_n W_k`` takes queries into the latent space, ``o_c W_v`` the result out of it; nothing is unfolded.
+    """
+    t, rank, nope, value = c.tokens, a.kv_lora_rank, a.head_dim - a.rope_head_dim, a.v_head_dim
+    heads, act = p.n // (nope + value), DTYPE_BYTES[c.dtype]
+
+    def each(side: str, k: int, n: int, width: int) -> Op:
+        shapes: tuple[Shape, ...] = ((heads, t, k), (heads, k, n)) if heads > 1 else ((t, k), (k, n))
+        moved = t * heads * (k + n) * act + p.weight_bytes * width // (nope + value)
+        return compute("matmul", f"{p.name} {side}", shapes, p.dtype, moved, 2 * t * heads * k * n)
+
+    return each("keys", nope, rank, nope), each("values", rank, value, value)
 
 
 def _attention(c: Context, kind: Kind, a: Attention) -> list[Op]:

@@ -143,7 +143,8 @@ def passes(request: Request) -> Iterator[tuple[int, int, Batch]]:
 def kv_bytes(placement: Placement, rank: int, request: Request) -> int:
     """Bytes of a rank's cache: whole blocks for every sequence, keys and values of the KV heads it holds.
 
-    The last token generated is never read again and needs no slot.
+    Of latent attention every rank of tp holds the whole latent and the turned key. Layers with a sliding window keep
+    all tokens, as the others. The last token generated is never read again and needs no slot.
     """
     at = placement.coordinate(rank)
     size = size_bytes(request.dtype)
@@ -153,7 +154,8 @@ def kv_bytes(placement: Placement, rank: int, request: Request) -> int:
     for kind in held(placement, at, {}).kinds.values():
         a = kind.layer.attention
         if a is not None:
-            total += kind.units["kv_heads"] * (a.head_dim + a.v_head_dim) * size
+            own = kind.units["kv_heads"] * (a.head_dim + a.v_head_dim) if a.kind == "gqa" else a.cached_values_per_token
+            total += own * size
     return total * blocks * request.block_size
 
 

@@ -180,7 +180,9 @@ def hold_cache(
 
 
 def kv_heads(placement: Placement, at: Coordinate) -> tuple[int, int]:
-    """First and one past the last KV head that a rank holds (the same in all layers)."""
+    """First and one past the last KV head that a rank holds (the same in all layers); a latent is one, held by all."""
+    if any(a.kind == "mla" for layer in placement.spec.layers if (a := layer.attention)):
+        return 0, 1
     for shard in placement.shards(at):
         if shard.family.op == "k" and shard.family.part == "weight":
             width = shard.family.dims[0][0].width
