@@ -9,6 +9,8 @@ from typing import Literal, get_args
 from meshwright.errors import InputError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]
+#: How attention works over cp; ``auto``: as the engine does it (our own runtime: ring).
+ContextKind = Literal["auto", "ring", "ulysses"]
 
 #: Largest degree of one axis that is accepted; above it the input is taken for a mistake.
 MAX_DEGREE = 1 << 20
@@ -46,6 +48,7 @@ class Layout:
         ep: expert parallel. It adds no devices: experts are laid over tp x dp (serving) or dp x cp (training).
         etp: tensor parallel degree inside one expert (training); None: ``tp`` (training), 1 (serving, ep > 1).
         cp: context parallel; adds devices (vLLM: prefill context parallel).
+        cp_kind: ``ring`` (keys and values go round) or ``ulysses`` (all_to_all of heads); only our own runtime is told.
         dcp: decode context parallel, inside the tp group; adds no devices.
         sp: sequence parallel (norms and dropout sharded over tp).
         zero: ZeRO stage 0 to 3 over dp (and cp).
@@ -70,6 +73,7 @@ class Layout:
     virtual: int = 1
     micro_batch: int = 1
     stage_layers: tuple[int, ...] = ()
+    cp_kind: ContextKind = "auto"
 
     @property
     def world(self) -> int:
@@ -142,6 +146,8 @@ def parse_layout(text: str) -> Layout:
             values[key] = int(_one_of(key, value, ("0", "1", "2", "3")))
         elif key == "schedule":
             values[key] = _one_of(key, value.lower(), get_args(Schedule))
+        elif key == "cp_kind":
+            values[key] = _one_of(key, value.lower(), get_args(ContextKind))
         elif key == "stage_layers":
             values[key] = tuple(_positive(key, n) for n in value.split("+"))
         elif key == "wrap":
