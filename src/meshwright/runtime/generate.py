@@ -138,10 +138,11 @@ class _Pipeline:
     def run(self, batch: Batch) -> Tensor | None:
         """One pass; logits of the sampled rows on the last stage's tp place 0, if there are any."""
         d, stage = self.decoder, self.group.index
+        d.edges.begin(batch.tokens)
         if d.first:
             x_TD = d.embed(batch.ids_T)
         else:
-            shape = (batch.tokens, self.mesh.placement.spec.hidden)
+            shape = (d.edges.held(batch.tokens), self.mesh.placement.spec.hidden)
             with scope(name="hidden states"):
                 x_TD = recv(shape, d.dtype, self.mesh.device, self.group, stage - 1)
         x_TD = d.stage(x_TD, batch, self.cache)
@@ -150,7 +151,7 @@ class _Pipeline:
             with scope(name="hidden states"):
                 self.sending.append((send(x_TD, self.group, stage + 1), x_TD))
             return None
-        return d.logits(x_TD[batch.sampled]) if batch.sampled.numel() else None
+        return d.logits(d.ends(x_TD, batch)) if batch.sampled.numel() else None
 
     def drain(self, keep: int = 0) -> None:
         """Wait for the oldest sends until at most ``keep`` are under way."""
