@@ -18,6 +18,7 @@ from meshwright.runtime.folder import SINGLE, Model
 from meshwright.specs.hf.read import model_from_config
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.placement import Coordinate, Placement, Shard
+from meshwright.specs.tensors import TensorFamily
 
 TORCH_DTYPES = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -25,7 +26,7 @@ TORCH_DTYPES = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16
 def load(
     model: Model, placement: Placement, coordinate: Coordinate, dtype: torch.dtype, device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """This rank's slices by checkpoint name, converted to ``dtype``.
+    """This rank's slices by checkpoint name, converted to ``dtype`` (see ``element_type``).
 
     Only the intervals of ``placement.shards(coordinate)`` are read from the (memory-mapped) files.
 
@@ -43,7 +44,8 @@ def load(
                 for name, shard in rows:
                     piece = _slice(opened.get_slice(name), shard)
                     # A slice is a view of the mapped file: the copy reads it, and holds no more than it needs.
-                    out[name] = torch.empty(piece.shape, dtype=dtype, device=device).copy_(piece)
+                    kept = element_type(shard.family, model.spec, dtype)
+                    out[name] = torch.empty(piece.shape, dtype=kept, device=device).copy_(piece)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: cannot be read any more ({str(error).splitlines()[0][:100]})") from None
     return out
@@ -55,7 +57,15 @@ def own(placement: Placement, coordinate: Coordinate) -> Iterator[tuple[str, Sha
         if shard.family.section != "decoder":
             continue
         for layer in shard.layers or (None,):
-            yield shard.family.template.replace("{layer}", str(layer)), shard
+            name = shard.family.template.replace("{layer}", str(layer))
+            for expert in shard.experts or (None,):
+                yield name.replace("{expert}", str(expert)), shard
+
+
+def element_type(family: TensorFamily, spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
+    """Type in which a rank holds a tensor: ``dtype``, but what a narrower model stores in fp32 stays so (the bias of
+    a router)."""
+    return torch.float32 if family.dtype == "f32" != spec.dtype and dtype != torch.float64 else dtype
 
 
 def _slice(stored: Any, shard: Shard) -> Tensor:

@@ -24,7 +24,7 @@ class Group:
     """The ranks along one axis through one coordinate.
 
     Attributes:
-        axis: ``tp``, ``pp``, ``dp`` or ``cp``.
+        axis: ``tp``, ``pp``, ``dp``, ``cp`` or ``ep``.
         ranks: global ranks, in the order of their places on the axis.
         index: this rank's place.
         pg: process group; None with one rank.
@@ -49,7 +49,7 @@ class Mesh:
         placement: where everything lives.
         rank: global rank. coordinate: its place on every axis.
         device: where its tensors are.
-        groups: by axis, all of ``specs.placement.AXES``.
+        groups: by axis, all of ``specs.placement.AXES``, and ``ep``.
         store: key-value store that all ranks reach, for what is said beside the tensors (sampled token ids); None in
             a world of one.
     """
@@ -94,14 +94,14 @@ def build_mesh(
             f"layout {placement.layout} needs {world} ranks, {started} were started; start {world}"
         )
     coordinate = placement.coordinate(rank)
-    groups: dict[str, Group] = {axis: _axis_group(placement, axis, rank, own_groups) for axis in AXES}
+    groups: dict[str, Group] = {axis: _axis_group(placement, axis, rank, own_groups) for axis in (*AXES, "ep")}
     store = distributed_c10d._get_default_store() if world > 1 else None
     return Mesh(placement, rank, coordinate, torch.device(device), groups, store)
 
 
 def _axis_group(placement: Placement, axis: str, rank: int, own: bool) -> Group:
     """Make all groups of an axis (``own``: one) and return the one that holds ``rank``."""
-    if getattr(placement.layout, axis) == 1:
+    if not _travels(placement, axis):
         return Group(axis, (rank,), 0, None)
     mine: Group | None = None
     for first in (rank,) if own else range(placement.layout.world):
@@ -113,3 +113,11 @@ def _axis_group(placement: Placement, axis: str, rank: int, own: bool) -> Group:
             mine = Group(axis, ranks, ranks.index(rank), pg)
     assert mine is not None
     return mine
+
+
+def _travels(placement: Placement, axis: str) -> bool:
+    """Whether anything is sent along an axis; to experts only where they lie around several tp groups."""
+    if axis != "ep":
+        return int(getattr(placement.layout, axis)) > 1
+    grid = placement.cuts.grid
+    return placement.spec.moe is not None and grid.ep > 1 and grid.ep * grid.etp > placement.layout.tp

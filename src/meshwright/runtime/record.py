@@ -178,7 +178,7 @@ class Recorder:
         key = f"{pg.group_name} {pg.size()}"
         if key not in self._names:
             name = c10d.group_name(pg)
-            if name not in AXES and self._axes:
+            if name not in {*AXES, "ep"} and self._axes:
                 name = self._axes.get(frozenset(dist.get_process_group_ranks(pg)), name)
             self._names[key] = name
         return self._names[key]

@@ -14,6 +14,7 @@ from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.models.gqa import grouped_query
 from meshwright.runtime.models.mla import latent
 from meshwright.runtime.models.mlp import gated_mlp
+from meshwright.runtime.models.moe import mixture
 from meshwright.runtime.models.parts import LayerWeights, Norm, Part, Step
 from meshwright.runtime.models.settings import Settings
 from meshwright.runtime.parallel.tensor import Edges
@@ -51,8 +52,13 @@ def build_layer(w: LayerWeights, mesh: Mesh, settings: Settings, edges: Edges) -
     """
     layer = mesh.placement.spec.layers[w.layer]
     norms = w.norms("norm", settings.eps, settings.norm_offset)
-    if layer.attention is None or layer.mlp is None or len(norms) not in {2, 4}:
-        raise InputError(f"layer {w.layer} is not attention with a dense MLP; the runtime cannot run this model")
+    if layer.attention is None or len(layer.ffns) != 1 or len(norms) not in {2, 4}:
+        raise InputError(f"layer {w.layer} is not attention with one MLP; the runtime cannot run this model")
     build = latent if layer.attention.kind == "mla" else grouped_query
     mixer = build(w, layer.attention, settings, edges)
-    return DecoderLayer(w.layer, norms, mixer, gated_mlp(w, settings.activation, edges))
+    ffn: Part
+    if layer.moe is not None:
+        ffn = mixture(w, layer.moe, mesh, settings, edges)
+    else:
+        ffn = gated_mlp(w, settings.activation, edges)
+    return DecoderLayer(w.layer, norms, mixer, ffn)

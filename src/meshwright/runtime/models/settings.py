@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.errors import IllegalLayoutError, InputError
+from meshwright.runtime.models.moe_settings import MOE_FAMILIES, MoeSettings, read_moe
 from meshwright.specs.hf.fields import Fields
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import Attention, ModelSpec
 
 #: ``model_type`` of the families whose forward is this decoder's. Others that share their tensor names (Granite)
 #: multiply by factors of their own and are refused.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "deepseek_v2", "deepseek_v3", "gpt_oss")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *MOE_FAMILIES)
 #: Activations that feed-forward blocks compute, by their names in configurations.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -59,6 +60,7 @@ class Settings:
         norm_offset: is added to the weight of every norm (Gemma: 1).
         embedding_scale: multiplies the embedding (Gemma: square root of the width).
         softmax_scale: multiplies scores; None: 1 / sqrt(head width).
+        moe: routing and experts of sparse layers; None for a family without.
         logit_cap: logits become ``cap tanh(logits / cap)``; None: they stay.
     """
 
@@ -71,6 +73,7 @@ class Settings:
     embedding_scale: float = 1.0
     softmax_scale: float | None = None
     logit_cap: float | None = None
+    moe: MoeSettings | None = None
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -97,6 +100,7 @@ def read_settings(raw: Mapping[str, Any], where: str) -> Settings:
         _gpt_oss_rope(f) if family == "gpt_oss" else _rope(f),
         _eos(f),
         activation=ACTIVATIONS[act],
+        moe=read_moe(f, family),
     )
     return _gemma(f, settings) if gemma else _deepseek(f, settings, family) if deepseek else settings
 
@@ -212,22 +216,44 @@ def check_runnable(spec: ModelSpec, layout: Layout) -> None:
     """Refuse what the runtime does not compute, before any process starts.
 
     Raises:
-        InputError: quantized weights, or a layer that is not plain attention with a dense gated MLP.
+        InputError: quantized weights, or a layer that is not attention with one gated MLP or mixture of experts.
         IllegalLayoutError: an axis that the runtime does not execute yet.
     """
     if spec.quantization is not None:
         raise InputError(f"{spec.name}: {spec.quantization.method} weights; the runtime multiplies bf16, f16 and f32")
     for number, layer in enumerate(spec.layers):
-        a, mlp = layer.attention, layer.mlp
-        if a is None or not _computed(a) or mlp is None or not mlp.gated or len(layer.mixers + layer.ffns) != 2:
+        a, ffn = layer.attention, next(iter(layer.ffns), None)
+        if a is None or not _computed(a) or ffn is None or not ffn.gated or len(layer.mixers + layer.ffns) != 2:
             raise InputError(
-                f"{spec.name}: layer {number} is not attention with a dense gated MLP, which the runtime runs"
+                f"{spec.name}: layer {number} is not attention with a gated MLP or experts, which the runtime runs"
             )
-    unknown = [n for n in ("cp", "dcp", "ep", "virtual") if getattr(layout, n) > 1]
+    _check_experts(spec, layout)
+    unknown = [n for n in ("cp", "dcp", "virtual") if getattr(layout, n) > 1]
     unknown += ["zero"] if layout.zero else []
     if unknown:
         raise IllegalLayoutError(
-            f"layout {layout}: the runtime does not execute {', '.join(unknown)} yet; use tp, pp and dp"
+            f"layout {layout}: the runtime does not execute {', '.join(unknown)} yet; use tp, pp, dp and ep"
+        )
+
+
+def _check_experts(spec: ModelSpec, layout: Layout) -> None:
+    """Experts lie inside one tp group, or around whole ones, whole or cut over all ranks of tp.
+
+    Raises:
+        IllegalLayoutError: ranks of tp would hold the same experts twice, or share an expert with some of the others.
+        InputError: experts behind a projection of their own.
+    """
+    if spec.moe is None:
+        return
+    if any(layer.moe is not None and layer.moe.latent for layer in spec.layers):
+        raise InputError(f"{spec.name}: experts behind a projection of their own are not computed by the runtime")
+    ep, tp = layout.ep, layout.tp
+    etp = layout.etp or (tp if ep == 1 or (layout.dp * layout.cp) % ep == 0 else 1)
+    inside = ep * etp == tp
+    if tp > 1 and not inside and ((ep * etp) % tp or etp not in {1, tp}):
+        raise IllegalLayoutError(
+            f"layout {layout}: ep {ep} x etp {etp} neither equals tp {tp} nor spans whole tp groups; choose ep = tp, "
+            f"ep as a divisor of dp x cp = {layout.dp * layout.cp}, or ep as a multiple of tp"
         )
 
 

@@ -29,6 +29,9 @@ class Batch:
         table_BM: block table of each sequence, padded with block 0.
         sampled: rows of T whose logits are wanted.
         phase: ``prefill`` or ``decode``.
+        sequences: their numbers.
+        rows: rows of T whose keys and values this rank caches, None: all.
+        here: ``(S, 1)``, whether this rank has the sampled row; None: it has all.
     """
 
     ids_T: Tensor
@@ -39,6 +42,13 @@ class Batch:
     table_BM: Tensor
     sampled: Tensor
     phase: str
+    sequences: tuple[int, ...] = ()
+    rows: Tensor | None = None
+    here: Tensor | None = None
+
+    def stored(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Of values for every row those that this rank caches."""
+        return values if self.rows is None else tuple(x[self.rows] for x in values)
 
     @property
     def tokens(self) -> int:
@@ -121,6 +131,10 @@ class PagedCache:
         """Bytes of the whole pool on this rank."""
         return sum(t.numel() * t.element_size() for t in (*self.k.values(), *self.v.values()))
 
+    def filled(self, sequence: int) -> slice | list[int]:
+        """Rows of a sequence's cache that hold a token."""
+        return slice(None)
+
     def write(self, layer: int, slots_T: Tensor, k_THd: Tensor, v_THd: Tensor) -> None:
         """Store the keys and values of a pass."""
         self.k[layer].flatten(0, 1).index_copy_(0, slots_T, k_THd)
@@ -151,19 +165,24 @@ class PagedCache:
             ids += tokens
             positions += range(start, start + len(tokens))
             ends.append(len(ids) - 1)
-        tables = [self.tables.tables[sequence] for sequence, _ in parts]
-        wide = max(map(len, tables))
-
-        def tensor(values: object) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=self.device)
-
         return Batch(
-            tensor(ids),
-            tensor(positions),
-            tensor(slots),
+            self.tensor(ids),
+            self.tensor(positions),
+            self.tensor(slots),
             tuple(len(tokens) for _, tokens in parts),
             tuple(self.tables.lengths[sequence] for sequence, _ in parts),
-            tensor([table + [0] * (wide - len(table)) for table in tables]),
-            tensor([end for end, want in zip(ends, wanted, strict=True) if want]),
+            self.table([sequence for sequence, _ in parts]),
+            self.tensor([end for end, want in zip(ends, wanted, strict=True) if want]),
             phase,
+            tuple(sequence for sequence, _ in parts),
         )
+
+    def tensor(self, values: object) -> Tensor:
+        """Integers on the device of the cache."""
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def table(self, sequences: Sequence[int]) -> Tensor:
+        """Block tables of sequences, one a row, padded with block 0."""
+        tables = [self.tables.tables[sequence] for sequence in sequences]
+        wide = max(map(len, tables), default=0)
+        return self.tensor([table + [0] * (wide - len(table)) for table in tables])

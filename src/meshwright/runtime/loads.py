@@ -1,0 +1,105 @@
+"""Which experts a generation kept busy: rows by expert, layer and pass, and how unevenly they fell. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Load(NamedTuple):
+    """Rows that one rank's experts of a layer worked on in one pass.
+
+    Attributes:
+        layer, phase, step, microbatch: of the pass.
+        first: number of the first expert held. rows: of every expert held, in order.
+    """
+
+    layer: int
+    phase: str | None
+    step: int | None
+    microbatch: int | None
+    first: int
+    rows: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class ExpertLog:
+    """What the mixture of experts of one layer did on this rank.
+
+    Attributes:
+        loads: a row a pass.
+        keep: also keep the choices. chosen: by (sequence, position): the experts of that token.
+    """
+
+    loads: list[Load] = field(default_factory=list)
+    keep: bool = False
+    chosen: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoad:
+    """One layer over a whole generation.
+
+    Attributes:
+        layer: its number.
+        experts: rows of every expert, each row counted once. ranks: rows that every rank worked on, by rank.
+    """
+
+    layer: int
+    experts: tuple[int, ...]
+    ranks: Mapping[int, int]
+
+    @property
+    def expert_skew(self) -> float:
+        """Busiest expert over the mean."""
+        return skew(self.experts)
+
+    @property
+    def rank_skew(self) -> float:
+        """Busiest rank over the mean: by how much the others wait."""
+        return skew(tuple(self.ranks.values()))
+
+
+def skew(counts: Sequence[int]) -> float:
+    """Largest count over the mean; 1 where nothing was counted."""
+    total = sum(counts)
+    return max(counts) * len(counts) / total if total else 1.0
+
+
+def load_table(loads: Iterable[tuple[int, bool, Sequence[Load]]]) -> list[LayerLoad]:
+    """Loads of all ranks as one row a layer.
+
+    Args:
+        loads: of every rank its number, whether its experts count (False where another rank holds the rest of the same
+            experts and counts already), and its loads.
+    """
+    experts: dict[int, dict[int, int]] = {}
+    ranks: dict[int, dict[int, int]] = {}
+    for rank, counts, rows in loads:
+        for load in rows:
+            busy = ranks.setdefault(load.layer, {})
+            busy[rank] = busy.get(rank, 0) + sum(load.rows)
+            if counts:
+                of = experts.setdefault(load.layer, {})
+                for number, n in enumerate(load.rows, load.first):
+                    of[number] = of.get(number, 0) + n
+    out = []
+    for layer in sorted(ranks):
+        by = experts.get(layer, {})
+        out.append(LayerLoad(layer, tuple(by[e] for e in sorted(by)), ranks[layer]))
+    return out
+
+
+def as_plain(table: Sequence[LayerLoad]) -> list[dict[str, object]]:
+    """The table as plain values."""
+    return [
+        {
+            "layer": row.layer,
+            "experts": list(row.experts),
+            "ranks": {str(rank): n for rank, n in row.ranks.items()},
+            "busiest_expert_over_mean": round(row.expert_skew, 3),
+            "busiest_rank_over_mean": round(row.rank_skew, 3),
+        }
+        for row in table
+    ]
