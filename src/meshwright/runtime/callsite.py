@@ -15,14 +15,17 @@ _LIBRARIES = tuple(
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 #: Files of this room that only pass a call on.
 _PASSING = frozenset(_OWN + name for name in ("c10d.py", "callsite.py", "collectives.py", "products.py", "record.py"))
+#: Its folders that do the same.
+_PASSING_FOLDERS = (_OWN + "lockstep" + os.sep,)
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 MAX_FRAMES = 400
 
 
 @lru_cache(maxsize=4096)
-def _is_users(filename: str) -> bool:
-    if filename.startswith("<") or filename in _PASSING:
+def is_users(filename: str) -> bool:
+    """Whether a file is the user's own: no library, none of this runtime's that only pass a call on."""
+    if filename.startswith(("<", *_PASSING_FOLDERS)) or filename in _PASSING:
         return False
     real = os.path.realpath(filename)
     return not (real.startswith(_LIBRARIES) or any(part in real for part in _INSTALLED))
@@ -37,7 +40,7 @@ def call_site() -> str | None:
     for _ in range(MAX_FRAMES):
         if frame is None:
             return None
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename[-2000:]}:{frame.f_lineno}"
         frame = frame.f_back
     return None
