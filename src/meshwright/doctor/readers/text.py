@@ -1,0 +1,279 @@
+"""Logs of any kind, streamed once: a search for a few words in each piece, and only lines that have one are parsed.
+
+The words are chosen so that every line that matters has one, and long where possible (a longer word is found faster).
+Memory is bounded: ``store`` caps facts, ``calls`` caps rows, a line beyond ``MAX_LINE`` bytes is cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import BinaryIO
+
+from meshwright.doctor.incident import Incident
+from meshwright.doctor.readers import Source
+from meshwright.doctor.readers.blocks import Block, opened
+from meshwright.doctor.readers.calls import CallLog
+from meshwright.doctor.readers.clock import Clock
+from meshwright.doctor.readers.environment import environment, is_environment
+from meshwright.doctor.readers.launcher import LINES_BEFORE, table_entry
+from meshwright.doctor.readers.nccl_debug import NcclDebug
+from meshwright.doctor.readers.prefix import Prefix, peel
+from meshwright.doctor.readers.store import FileFacts
+from meshwright.doctor.readers.troubles import troubles
+from meshwright.doctor.readers.watchdog import reports, watchdog
+from meshwright.errors import InputError
+
+NAME = "log"
+
+#: Bytes read at once.
+PIECE = 1 << 20
+#: Bytes of a line that are looked at; nothing of interest stands behind them.
+MAX_LINE = 8192
+#: Lines of other processes after which a block that waits for its next line is closed.
+PATIENCE = 3000
+#: Blocks open at once (one a process); the oldest is closed for a new one.
+MAX_OPEN = 4096
+#: Lines at the start whose tags are looked at whatever they say.
+SAMPLE_LINES = 200
+
+#: In a file that begins as a dump of the environment, lines that are looked at whatever they say.
+WHOLE_LINES = 20_000
+
+NEEDLES = (
+    b"CCL",
+    b"rror",
+    b"illed",
+    b"exit",
+    b"WorkCNCL(",
+    b"ProcessGroupCNCL",
+    b"most recent call",
+    b'"MainThread"',
+    b"collective #",
+    b"NVRM: Xid",
+    b"Segmentation fault",
+    b"shared memory b",
+    b"enforce fail at",
+    b"PyTorch version",
+    b"Connection closed by peer",
+    b"terminated with signal",
+    b"out of memory",
+    b"running low on memory",
+    b"monitoredBarrier",
+)
+
+_ERROR = re.compile(
+    r"(?P<type>(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception|Interrupt)): (?P<message>.*)"
+)
+_TAG = re.compile(r"\[rank\d{1,7}\]:\[[EWIFC]")
+_CONTROL = bytes(set(range(32)) - {7, 8, 9, 10, 12, 13, 27})
+
+
+def sniff(head: bytes, name: str) -> bool:
+    """Whether it is text: no NUL and hardly any control characters."""
+    if not head or b"\0" in head:
+        return False
+    controls = len(head) - len(head.translate(None, _CONTROL))
+    return controls * 50 <= len(head)
+
+
+def read(source: Source, incident: Incident) -> None:
+    """Read one log."""
+    logs = Logs(incident)
+    logs.read(source)
+    logs.finish()
+
+
+class Logs:
+    """Reads many logs of one job; what needs all of them (the order of calls) is handed over by ``finish``."""
+
+    def __init__(self, incident: Incident, progress: Callable[[int], None] | None = None) -> None:
+        self._incident = incident
+        self._calls = CallLog()
+        self._progress = progress
+
+    def read(self, source: Source, modified: float | None = None) -> None:
+        """Read one log.
+
+        Raises:
+            InputError: it could not be opened or ended in a broken stream; what was read before counts.
+        """
+        facts = FileFacts(source.name)
+        self._calls.source = source.name
+        scan = _Scan(facts, self._calls, Clock.of(modified))
+        try:
+            with source.open() as stream:
+                self._stream(stream, scan)
+        except (OSError, EOFError, ValueError) as error:
+            raise InputError(f"{source.name}: cannot be read to its end ({error})") from None
+        finally:
+            scan.finish()
+            facts.flush(self._incident)
+
+    def finish(self) -> None:
+        """Hand over what needs all files."""
+        self._calls.fill(self._incident)
+
+    def _stream(self, stream: BinaryIO, scan: _Scan) -> None:
+        tail = b""
+        while piece := stream.read(PIECE):
+            if self._progress:
+                self._progress(len(piece))
+            cut = piece.rfind(b"\n") + 1
+            if not cut:
+                tail += piece
+                if len(tail) > PIECE:
+                    scan.lines(tail)
+                    tail = b""
+                continue
+            scan.lines(tail + piece[:cut])
+            tail = piece[cut:]
+        if tail:
+            scan.lines(tail)
+
+
+class _Scan:
+    """State while one file is read."""
+
+    def __init__(self, facts: FileFacts, calls: CallLog, clock: Clock) -> None:
+        self._facts = facts
+        self._clock = clock
+        self._nccl = NcclDebug(facts, calls)
+        self._open: dict[str, Block] = {}
+        self._seen: dict[str, int] = {}
+        self._number = 1
+        self._before: list[bytes] = []
+        self._whole_until = 0
+
+    def lines(self, buffer: bytes) -> None:
+        """Read whole lines."""
+        if self._number == 1:
+            self._sample(buffer)
+        hits = _hits(buffer)
+        following = iter(hits)
+        hit = next(following, -1)
+        pos, counted, end = 0, 0, len(buffer)
+        while pos < end:
+            if not self._open and self._number >= self._whole_until:
+                while 0 <= hit < pos:
+                    hit = next(following, -1)
+                if hit < 0:
+                    break
+                pos = buffer.rfind(b"\n", pos, hit) + 1 or pos
+            stop = buffer.find(b"\n", pos)
+            stop = end if stop < 0 else stop
+            self._number += buffer.count(b"\n", counted, pos)
+            counted = pos
+            self._line(buffer, pos, stop)
+            pos = stop + 1
+        self._number += buffer.count(b"\n", counted, end)
+        self._before = buffer[-2048:].splitlines()[-LINES_BEFORE:]
+
+    def finish(self) -> None:
+        """Close what is still open."""
+        for block in self._open.values():
+            block.close()
+        self._open.clear()
+
+    def _sample(self, buffer: bytes) -> None:
+        for raw in buffer[:65_536].split(b"\n", SAMPLE_LINES)[:SAMPLE_LINES]:
+            if raw:
+                prefix = self._peel(raw)
+                self._facts.learn(prefix)
+                if is_environment(prefix.rest):
+                    self._whole_until = WHOLE_LINES
+
+    def _peel(self, raw: bytes) -> Prefix:
+        text = raw[:MAX_LINE].decode("utf-8", "replace").rstrip("\r")
+        if "\r" in text:
+            text = text.rsplit("\r", 1)[1]
+        prefix = peel(text, self._clock)
+        if not prefix.c10 and (tag := _TAG.search(prefix.rest)):
+            inner = peel(prefix.rest[tag.start() :], self._clock)
+            inner.stream, inner.local_rank, inner.task = prefix.stream, prefix.local_rank, prefix.task
+            return inner
+        return prefix
+
+    def _line(self, buffer: bytes, start: int, stop: int) -> None:
+        prefix = self._peel(buffer[start : min(stop, start + MAX_LINE)])
+        if self._open and self._continues(prefix):
+            return
+        if (block := opened(prefix, self._number, self._facts)) is not None:
+            self._begin(block)
+            return
+        self._message(prefix, buffer, start)
+
+    def _continues(self, prefix: Prefix) -> bool:
+        """Offer the line to the block of its process."""
+        key = prefix.key
+        block = self._open.get(key)
+        if self._number % 256 == 0:
+            self._expire()
+        if block is None or (prefix.c10 and prefix.rank != block.prefix.rank):
+            return False
+        self._seen[key] = self._number
+        if block.take(prefix, self._number):
+            return True
+        self._open.pop(key).close()
+        return False
+
+    def _begin(self, block: Block) -> None:
+        held = self._open.pop(block.key, None)
+        if held is None and len(self._open) >= MAX_OPEN:
+            held = self._open.pop(next(iter(self._open)))
+        if held is not None:
+            held.close()
+        self._open[block.key] = block
+        self._seen[block.key] = self._number
+
+    def _expire(self) -> None:
+        for key in [k for k in self._open if self._number - self._seen[k] > PATIENCE]:
+            self._open.pop(key).close()
+
+    def _message(self, prefix: Prefix, buffer: bytes, start: int) -> None:
+        """Ask the parsers of single lines, the most frequent first."""
+        text, facts, number = prefix.rest, self._facts, self._number
+        if "NCCL " in text and self._nccl.line(prefix, number):
+            return
+        if (prefix.c10 or "CCL" in text or "CNCL" in text) and watchdog(prefix, number, facts):
+            return
+        if "exitcode " in text:
+            before = self._lines_before(buffer, start)
+            if table_entry(before, prefix, number, facts, self._clock):
+                return
+        if reports(prefix, number, facts) or environment(prefix, number, facts):
+            return
+        sort = troubles(prefix, number, facts)
+        if "rror" in text or "Exception" in text:
+            self._error(prefix, sort)
+
+    def _error(self, prefix: Prefix, sort: str | None) -> None:
+        """An exception without its traceback."""
+        match = _ERROR.match(prefix.rest)
+        if match is None:
+            return
+        data: dict[str, object] = {"type": match["type"], "message": match["message"][:300]}
+        if sort in ("gloo_consequence", "nccl_consequence") or "Watchdog caught" in prefix.rest:
+            data["consequence"] = True
+        self._facts.add("exception", prefix, self._number, data, same=(match["type"], match["message"][:120]))
+
+    def _lines_before(self, buffer: bytes, start: int) -> list[str]:
+        lines = buffer[max(0, start - 2048) : start].splitlines()[-LINES_BEFORE:]
+        if len(lines) < LINES_BEFORE:
+            lines = self._before + lines
+        return [peel(raw[:MAX_LINE].decode("utf-8", "replace"), self._clock).rest for raw in lines]
+
+
+def _hits(buffer: bytes) -> list[int]:
+    """Where needles occur, ascending, at most one place a needle and line."""
+    found: list[int] = []
+    for needle in NEEDLES:
+        at = buffer.find(needle)
+        while at >= 0:
+            found.append(at)
+            line_end = buffer.find(b"\n", at)
+            if line_end < 0:
+                break
+            at = buffer.find(needle, line_end)
+    found.sort()
+    return found
