@@ -37,7 +37,7 @@ DRIVING = {"launch": "launch_s", "layer": "layer_s", "pass": "pass_s", "message"
 COPY = "copy"
 #: A transfer that was not measured is timed as another that moves bytes alike.
 LIKE = {
-    "gather": ("all_gather", "reduce", "send"),
+    "gather": ("all_gather", "reduce", "send", "all_reduce"),
     "all_gather": ("gather", "reduce_scatter", "all_reduce"),
     "reduce_scatter": ("all_gather", "all_reduce"),
     "all_to_all": ("all_gather", "reduce_scatter", "all_reduce"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from typing import Any
 from meshwright import engines
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.ledger import store
-from meshwright.ledger.schema import Holding, Ledger, Rank
-from meshwright.plan.cores import Batch
+from meshwright.ledger.compare import HAND_OFFS
+from meshwright.ledger.schema import Entry, Holding, Ledger, Rank
+from meshwright.moves.context import neighbours, pieces_of, slots
 from meshwright.plan.forward import forward_entries
 from meshwright.plan.products import held
+from meshwright.prove.passes import passes
 from meshwright.specs.dtypes import size_bytes
 from meshwright.specs.hf.read import model_from_config
 from meshwright.specs.hf.resolve import resolve
@@ -56,11 +58,13 @@ class Request:
 
     Attributes:
         model: folder of the checkpoint. layout: text form.
-        prompts: how many, a multiple of dp. tokens: length of each. new_tokens: generated for each.
+        prompts: how many. tokens: length of each. new_tokens: generated for each.
         dtype: of weights, activations and cache.
         block_size: tokens of a cache block.
         micro_batches: groups in flight on a replica; None: as many as stages.
         every_rank: name every rank of the world; else the first one of every rank class.
+        lengths: of every prompt, where they are not all ``tokens`` long.
+        chunk: most prompt tokens of one sequence in a pass; None: the whole prompt.
     """
 
     model: str
@@ -72,6 +76,13 @@ class Request:
     block_size: int = 16
     micro_batches: int | None = None
     every_rank: bool = True
+    lengths: tuple[int, ...] = ()
+    chunk: int | None = None
+
+    def lengths_of(self, replica: int) -> tuple[int, ...]:
+        """Tokens of every prompt of a replica."""
+        low, high = part(self.prompts, parse_layout(self.layout).dp, replica)
+        return self.lengths[low:high] or (self.tokens,) * (high - low)
 
 
 def converted_spec(model: str, dtype: str) -> ModelSpec:
@@ -85,17 +96,18 @@ def converted_spec(model: str, dtype: str) -> ModelSpec:
 
 
 def converted(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A configuration whose weights, those of the text part included, are all of ``dtype`` and not quantized."""
+    """A configuration whose weights are all of ``dtype`` and not quantized; of one with images the text part."""
+    text = config.get("text_config")
     dropped = {*DTYPE_FIELDS, *QUANT_FIELDS}
-    out = {k: v for k, v in config.items() if k not in dropped} | {"dtype": LONG_NAMES[dtype]}
-    text = out.get("text_config")
-    if isinstance(text, dict):
-        out["text_config"] = {k: v for k, v in text.items() if k not in dropped}
-    return out
+    whole = text if isinstance(text, Mapping) else config
+    return {k: v for k, v in whole.items() if k not in dropped} | {"dtype": LONG_NAMES[dtype]}
 
 
 def predict(request: Request) -> Ledger:
     """The ledger of the whole run: entries of every rank class, weights and KV cache, a row for every rank.
+
+    Where ranks of one class do not do the same they are classes of their own: replicas whose prompts differ in length,
+    and places on the ring of context parallelism, which have other neighbours.
 
     Raises:
         InputError: an unreadable model. IllegalLayoutError: the own engine refuses the layout.
@@ -104,52 +116,62 @@ def predict(request: Request) -> Ledger:
     spec = converted_spec(request.model, request.dtype)
     placement = place(spec, layout, engines.profile(ENGINE))
     ledger = Ledger(meta={**{k: str(v) for k, v in asdict(request).items()}, "kind": "prove"})
-    settings = ServeSettings(dtype=request.dtype, kv_dtype=request.dtype)
-    seq: dict[tuple[str, str], int] = {}
-    for step, microbatch, batch in passes(request):
-        for entry in forward_entries(placement, batch, settings):
-            key = entry.rank_class, entry.stream or ""
-            number = seq.get(key, 0)
-            seq[key] = number + 1
-            ledger.entries.append(replace(entry, step=step, microbatch=microbatch, seq=number))
-    for c in placement.classes:
-        sizes = placement.weight_bytes_by_role(c.coordinate)
-        ledger.holdings += [Holding(c.name, "weights", role, size, "exact") for role, size in sizes.items()]
-        ledger.holdings.append(Holding(c.name, "kv_cache", None, kv_bytes(placement, c.first_rank, request), "exact"))
+    lengths = [request.lengths_of(replica) for replica in range(layout.dp)]
+    unequal, ring = any(other != lengths[0] for other in lengths), layout.cp > 1 and layout.cp_kind != "ulysses"
+
+    def name(rank_class: str, dp: int, cp: int) -> str:
+        return rank_class + (f".dp{dp}" if unequal else "") + (f".cp{cp}" if ring else "")
+
     for rank in range(layout.world) if request.every_rank else (c.first_rank for c in placement.classes):
         at = placement.coordinate(rank)
         where = {axis: getattr(at, axis) for axis in (*AXES, "ep")}
-        ledger.ranks.append(Rank(rank, where, placement.class_of(rank).name))
+        ledger.ranks.append(Rank(rank, where, name(placement.class_of(rank).name, at.dp, at.cp)))
+    places = sorted({row.coordinate["cp"] for row in ledger.ranks}) if ring else [0]
+    for dp in range(layout.dp) if unequal else (0,):
+        entries = list(replica_entries(placement, request, lengths[dp]))
+        for cp in places:
+            ledger.entries += numbered(entries, cp, layout.cp, lambda known, dp=dp, cp=cp: name(known, dp, cp))
+            for c in placement.classes:
+                own, sizes = name(c.name, dp, cp), placement.weight_bytes_by_role(c.coordinate)
+                ledger.holdings += [Holding(own, "weights", role, size, "exact") for role, size in sizes.items()]
+                cache = kv_bytes(placement, c.first_rank, request, lengths[dp])
+                ledger.holdings.append(Holding(own, "kv_cache", None, cache, "exact"))
     return ledger
 
 
-def passes(request: Request) -> Iterator[tuple[int, int, Batch]]:
-    """``(step, micro-batch, batch)`` of every pass of a replica, in the order in which its ranks walk them.
-
-    Micro-batches take turns: each prefills, then each decodes a token, and so on.
-    """
-    layout = parse_layout(request.layout)
-    sequences = request.prompts // layout.dp
-    groups = min(request.micro_batches or layout.pp, sequences)
-    sizes = [high - low for low, high in (part(sequences, groups, index) for index in range(groups))]
-    for step in range(request.new_tokens):
-        for microbatch, size in enumerate(sizes):
-            if step == 0:
-                yield step, microbatch, Batch("prefill", size, request.tokens)
-            else:
-                yield step, microbatch, Batch("decode", size, 1, request.tokens + step - 1)
+def replica_entries(placement: Placement, request: Request, lengths: Sequence[int]) -> Iterator[Entry]:
+    """Entries of all passes of a replica with prompts of these lengths, for every rank class."""
+    settings = ServeSettings(dtype=request.dtype, kv_dtype=request.dtype)
+    groups = request.micro_batches or placement.layout.pp
+    for step, microbatch, batch in passes(lengths, request.new_tokens, groups, request.chunk):
+        for entry in forward_entries(placement, batch, settings):
+            yield replace(entry, step=step, microbatch=microbatch)
 
 
-def kv_bytes(placement: Placement, rank: int, request: Request) -> int:
+def numbered(entries: Iterable[Entry], place: int, cp: int, name: Callable[[str], str]) -> Iterator[Entry]:
+    """Entries as of one place on cp: numbered within their streams, with its neighbours on the ring as peers."""
+    seq: dict[tuple[str, str], int] = {}
+    for entry in entries:
+        key = entry.rank_class, entry.stream or ""
+        number = seq.get(key, 0)
+        seq[key] = number + 1
+        peer = entry.peer
+        if entry.group == "cp" and entry.op in HAND_OFFS:
+            peer = neighbours(cp, place)[entry.op == "recv"]
+        yield replace(entry, rank_class=name(entry.rank_class), seq=number, peer=peer)
+
+
+def kv_bytes(placement: Placement, rank: int, request: Request, lengths: Sequence[int]) -> int:
     """Bytes of a rank's cache: whole blocks for every sequence, keys and values of the KV heads it holds.
 
     Of latent attention every rank of tp holds the whole latent and the turned key. Layers with a sliding window keep
-    all tokens, as the others. The last token generated is never read again and needs no slot.
+    all tokens, as the others. Over cp every rank has slots for its rows of the prompt, filled up to equal shares, and
+    its share of the decoded tokens. The last token generated is never read again and needs no slot.
     """
     at = placement.coordinate(rank)
-    size = size_bytes(request.dtype)
-    sequences = request.prompts // placement.layout.dp
-    blocks = sequences * -(-(request.tokens + request.new_tokens - 1) // request.block_size)
+    size, cp = size_bytes(request.dtype), placement.layout.cp
+    held_slots = (slots(pieces_of(length, request.chunk), request.new_tokens - 1, cp) for length in lengths)
+    blocks = sum(-(-count // request.block_size) for count in held_slots)
     total = 0
     for kind in held(placement, at, {}).kinds.values():
         a = kind.layer.attention
@@ -182,7 +204,8 @@ def main() -> None:
     """Body of the process apart: the job comes as JSON on the standard input."""
     job = json.load(sys.stdin)
     try:
-        ledger = predict(Request(**job["request"]))
+        request = Request(**{**job["request"], "lengths": tuple(job["request"]["lengths"])})
+        ledger = predict(request)
         ledger.meta["torch"] = "imported" if "torch" in sys.modules else "could not be imported"
         store.write(ledger, job["path"])
     except MeshwrightError as error:
