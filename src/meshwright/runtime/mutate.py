@@ -6,13 +6,14 @@ loaded, or in the code it runs. The prediction knows nothing of it. Importing th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from meshwright.errors import InputError
+from meshwright.runtime.mutate_model import MODEL_MISTAKES
+from meshwright.runtime.mutation import Mutation, Patch
 from meshwright.specs.placement import Coordinate, Placement, Shard
 
 if TYPE_CHECKING:
@@ -20,41 +21,6 @@ if TYPE_CHECKING:
 
     from meshwright.runtime.mesh import Group, Mesh
     from meshwright.runtime.models.decoder import Decoder
-
-#: Patches code around a run: mesh and decoder in, nothing out.
-Patch = Callable[["Mesh", "Decoder"], list[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Mutation:
-    """One planted mistake.
-
-    Attributes:
-        name: of ``--mutate``. says: what goes wrong, for people.
-        needs: why it cannot be planted in a placement and a length of text, or None where it can.
-        place: changes the placement that a rank works by.
-        weights: changes what a rank loaded.
-        patch: patches of ``unittest.mock`` that hold while the rank runs.
-    """
-
-    name: str
-    says: str
-    needs: Callable[[Placement, int], str | None]
-    place: Callable[[Placement, Coordinate], Placement] | None = None
-    weights: Callable[[Placement, Coordinate, dict[str, Tensor]], None] | None = None
-    patch: Patch | None = None
-
-    @contextmanager
-    def at_work(self, mesh: Mesh, decoder: Decoder) -> Iterator[None]:
-        """The mistake in the code, for as long as the context lasts."""
-        patches = self.patch(mesh, decoder) if self.patch is not None else []
-        for patch in patches:
-            patch.start()
-        try:
-            yield
-        finally:
-            for patch in patches:
-                patch.stop()
 
 
 def mutation(name: str, placement: Placement, new_tokens: int) -> Mutation:
@@ -286,6 +252,7 @@ _ALL = (
     Mutation("wrong-dtype", "sums and hand-offs travel in bf16", _communicates, patch=_in_bf16),
     Mutation("doubled-bias", "biases are added twice", _bias, weights=_doubled_bias),
     Mutation("whole-matrix-kept", "a whole matrix stays in memory, with right numbers", _tp, weights=_whole_table),
+    *MODEL_MISTAKES,
 )
 
 #: By name, in the order in which they are listed.
