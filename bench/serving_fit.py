@@ -15,6 +15,8 @@ from bench.serving_work import GENERATIONS, KINDS, Array, Counts
 ENGINES = ("trtllm", "vllm", "sglang")
 #: Prompts a user sends in one benchmark: a tenth of them meets the burst of the start.
 PROMPTS = 10.0
+#: Tokens of one step that prompts may fill.
+BUDGET = 8192.0
 Constants = Mapping[str, float]
 
 
@@ -33,7 +35,8 @@ def step_seconds(c: Constants, counts: Counts) -> tuple[Array, Array]:
     dense = kind == 0
     memory = memory * np.where(dense & (fp4 > 0), c["memory.fp4"], 1) * np.where(unpacked > 0, c["unpacked"], 1)
     effort = effort * np.where(fp4 > 0, c["compute.fp4"], 1.0) * np.where(fp8 > 0, c["compute.fp8"], 1.0)
-    busiest = np.where(spread > 0, np.minimum((experts + c["imbalance"] * np.sqrt(experts)), held), experts)
+    touched = held * (1 - (1 - np.minimum(experts / np.maximum(held, 1), 0.9999)) ** c["skew"])
+    busiest = np.where(spread > 0, np.minimum(touched + c["imbalance"] * np.sqrt(touched), held), touched)
     read = read * np.where(experts > 0, busiest / np.maximum(experts, 1), 1.0)
     compute = compute * np.where(width > 0, 1 + c["ramp"] / np.maximum(width, 1), 1.0)
     p = c["sharpness"]
@@ -47,7 +50,8 @@ def step_seconds(c: Constants, counts: Counts) -> tuple[Array, Array]:
         wire = np.where(own > 0, np.minimum(nccl, share * alpha + top), nccl) * times
         total = total + np.bincount(at, wire, len(counts.steps))
     s = counts.steps
-    return total + s[:, 2] * c["passes"], s[:, 1]
+    moe = _by(GENERATIONS, c, "expert_launches.{}")[s[:, 0].astype(int)]
+    return total + s[:, 2] * c["passes"], s[:, 1] + s[:, 6] * moe + s[:, 7] * c["quantizing"]
 
 
 def predict(c: Constants, counts: Counts) -> tuple[Array, Array, dict[str, Array]]:
@@ -55,53 +59,70 @@ def predict(c: Constants, counts: Counts) -> tuple[Array, Array, dict[str, Array
     work, launches = step_seconds(c, counts)
     runs, i = counts.runs, counts.info
     engine = np.array([ENGINES.index(r.engine) if r.engine in ENGINES else 1 for r in runs])
-    launch, eager, request, sequence = (_by(ENGINES, c, f"{n}.{{}}")[engine] for n in ("launch", "eager", "request", "sequence"))
-    seqs = i["batch"]
+    launch, eager, request, sequence = (
+        _by(ENGINES, c, f"{n}.{{}}")[engine] for n in ("launch", "eager", "request", "sequence")
+    )
+    idle = _by(ENGINES, c, "eager_decode.{}")[engine]
+    seqs, isl, osl = i["batch"], i["isl"], i["osl"]
     undeclared = np.array([r.eager for r in runs])
-    spec = np.array([r.speculative for r in runs])
+    gain = np.where([r.speculative for r in runs], c["accepted"], 1.0)
+    fixed = ~np.array([r.uniform for r in runs])
+    alone, pooled = engine == 2, np.array([r.prefill is not None for r in runs])
 
     def graph(at: Array, n: Array) -> Array:
         return work[at] + launches[at] * launch + c["step"] + n * sequence
 
-    def floored(at: Array, n: Array) -> Array:
-        return np.maximum(graph(at, n), launches[at] * eager)
+    def decoded(at: Array, n: Array) -> Array:
+        return np.where(undeclared, np.maximum(graph(at, n), launches[at] * idle), graph(at, n)) / gain
 
-    dec = graph(counts.dec, seqs)
-    low = graph(counts.low, np.maximum(1, seqs // 4))
-    dec = np.where(undeclared, floored(counts.dec, seqs), dec)
-    low = np.where(undeclared, floored(counts.low, seqs), low)
-    gain = np.where(spec, c["accepted"], 1.0)
-    pre = floored(counts.pre, np.zeros_like(seqs))
-    mix = floored(counts.mix, seqs)
-    alone = engine == 2
-    inc = np.where(alone, pre, np.maximum(mix - dec, 0.02 * pre))
-    pooled = np.array([r.prefill is not None for r in runs])
+    dec = decoded(counts.dec, seqs)
+    pre, mix = graph(counts.pre, seqs * 0), graph(counts.mix, seqs)
+    each = np.where(pooled, pre * 0.8, np.maximum(mix - graph(counts.dec, seqs), 0.1 * pre))
+    chunks = np.ceil(isl / BUDGET)
+    least = launches[counts.mix] * eager * chunks
+    packed = np.maximum(1.0, np.minimum(np.floor(BUDGET / isl), seqs))
+
+    def rounded(m: Array) -> Array:
+        base = np.where(alone | pooled, pre - each, graph(counts.dec, seqs))
+        return np.maximum(base + m * each, least)
+
+    lock = np.where(fixed & alone, 1.0, 1.0 / PROMPTS)
+    group = np.where(fixed & ~alone, packed ** c["cluster"], 1.0)
+    one, full = rounded(group), rounded(packed)
+    lost = np.where(alone, 0.0, dec)
+    rounds = seqs / packed
+    steady = np.maximum(seqs / group - 1, 0) * np.maximum(one - lost, 0) / osl
+    locked = np.maximum(rounds - 1, 0) / 2 * np.maximum(full - lost, 0) / osl
+    tpot = dec + (1 - lock) * steady + lock * locked
     asked = i["users"] / (i["dp"] * i["workers"])
-    tpot = dec / gain + (seqs - 1) * inc / i["osl"]
-    queue = np.where(asked > seqs, (asked - seqs) / seqs * i["osl"] * tpot, 0.0)
-    ttft = pre * (1 + (seqs - 1) / 2 / PROMPTS) + dec / 2 + request + queue
+    queue = np.where(asked > seqs, (asked - seqs) / seqs * osl * tpot, 0.0)
+    polled = np.where([r.polled for r in runs], np.where(i["users"] < 16, 10.0, 30.0), 1.0)
+    wait = polled * dec / 2 + np.where([r.dp_waits for r in runs], c["dp_wait"], 0.0) * dec
+    busy = np.where(group > 1, 0.0, np.minimum(seqs * one / (seqs * one + osl * dec), 0.9))
+    first = (1 - lock) * one * (1 + c["queue"] * busy) + lock * full * (1 + np.maximum(rounds - 1, 0) / 2)
+    ttft = first + wait + request + queue
     # Prefill and decode pools.
     move = c["transfer"] + i["kv_bytes"] / c["transfer_gb_s"] / 1e9
     share = i["users"] / i["lanes"]
-    first = pre * (1 + np.maximum(share - 1, 0) / 2 / PROMPTS) + move + request
-    ptpot = dec / gain
-    busy = share * pre / (first + i["osl"] * ptpot)
-    first = first + pre * np.minimum(busy, 0.9) / 2
-    bound = share * pre - i["osl"] * ptpot
-    first = np.maximum(first, bound)
-    tpot, ttft = np.where(pooled, ptpot, tpot), np.where(pooled, first, ttft)
-    return ttft, tpot, {"dec": dec, "pre": pre, "mix": mix, "inc": inc, "queue": queue, "low": low}
+    begin = one * (1 + np.maximum(share - 1, 0) / 2 / PROMPTS) + move + request
+    busy = np.minimum(share * one / (begin + osl * dec), 0.9)
+    begin = np.maximum(begin + one * busy / 2, share * one - osl * dec)
+    tpot, ttft = np.where(pooled, dec, tpot), np.where(pooled, begin, ttft)
+    return ttft, tpot, {"dec": dec, "pre": pre, "mix": mix, "inc": one, "queue": queue, "full": full}
 
 
 def residuals(c: Constants, counts: Counts) -> tuple[Array, Array]:
     """Log of predicted over measured TTFT and TPOT."""
     ttft, tpot, _ = predict(c, counts)
-    return np.log(ttft / np.array([r.ttft_s for r in counts.runs])), np.log(tpot / np.array([r.tpot_s for r in counts.runs]))
+    return np.log(ttft / np.array([r.ttft_s for r in counts.runs])), np.log(
+        tpot / np.array([r.tpot_s for r in counts.runs])
+    )
 
 
 #: Constant -> (prior value, log spread of the prior). A spread of 0: not fitted.
 PRIORS: dict[str, tuple[float, float]] = {
-    "sharpness": (4.0, 0.3), "ramp": (285.0, 0.5), "unpacked": (0.6, 0.2), "passes": (0.5, 0.5), "imbalance": (0.6, 0.5),
+    "sharpness": (4.0, 0.3), "ramp": (285.0, 0.5), "unpacked": (0.9, 0.15), "passes": (0.5, 0.5), "imbalance": (0.6, 0.5), "skew": (0.7, 0.5), "eager_decode.trtllm": (60e-6, 0.2), "eager_decode.vllm": (35e-6, 0.2), "eager_decode.sglang": (45e-6, 0.2), "queue": (1.0, 0.5), "dp_wait": (60.0, 0.3), "quantizing": (0.7, 0.4), "expert_launches.hopper": (1.0, 0.4), "expert_launches.blackwell": (0.8, 0.4),
+    "cluster": (0.8, 0.3),  
     "memory.fp4": (0.64, 0.3), "compute.fp4": (0.8, 0.2), "compute.fp8": (0.9, 0.15),
     "memory.hopper.dense": (0.8, 0.1), "memory.hopper.experts": (0.8, 0.15), "memory.hopper.attention": (0.75, 0.15), "memory.hopper.light": (0.8, 0.0),
     "memory.blackwell.dense": (0.8, 0.1), "memory.blackwell.experts": (0.8, 0.15), "memory.blackwell.attention": (0.75, 0.15), "memory.blackwell.light": (0.8, 0.0),
@@ -109,8 +130,8 @@ PRIORS: dict[str, tuple[float, float]] = {
     "compute.blackwell.dense": (0.5, 0.2), "compute.blackwell.experts": (0.2, 0.3), "compute.blackwell.attention": (0.4, 0.2), "compute.blackwell.light": (0.5, 0.0),
     "small.hopper": (0.6, 0.3), "small.blackwell": (0.5, 0.3),
     "launch.trtllm": (3.4e-6, 0.2), "launch.vllm": (4.3e-6, 0.2), "launch.sglang": (4.5e-6, 0.2),
-    "eager.trtllm": (50e-6, 0.3), "eager.vllm": (35e-6, 0.3), "eager.sglang": (60e-6, 0.3),
-    "request.trtllm": (0.05, 0.4), "request.vllm": (0.04, 0.4), "request.sglang": (0.07, 0.4),
+    "eager.trtllm": (70e-6, 0.5), "eager.vllm": (35e-6, 0.5), "eager.sglang": (60e-6, 0.5),
+    "request.trtllm": (0.03, 0.5), "request.vllm": (0.03, 0.5), "request.sglang": (0.05, 0.5),
     "sequence.trtllm": (12e-6, 0.4), "sequence.vllm": (18e-6, 0.4), "sequence.sglang": (14e-6, 0.4),
     "step": (3e-4, 0.7), "accepted": (1.7, 0.2), "transfer": (0.04, 0.5), "transfer_gb_s": (33.0, 0.4),
 }  # fmt: skip

@@ -39,6 +39,8 @@ FAMILIES = (
 SQUARED = re.compile(r"2026-04-06|db-dump")
 #: Days on which TensorRT-LLM ran DeepSeek with speculative decoding that the rows do not name.
 SPECULATIVE_DAYS = frozenset({"2026-01-14", "2026-02-05", "2026-02-06"})
+#: The configuration of the db-dump that ran the same without speculative decoding (see ``_drafting``).
+PLAIN_CONFIG = re.compile(r"config_id=87;")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,9 @@ class Run:
         decode: the worker (aggregated) or the decode pool; ``prefill``: the prefill pool, or None.
         ttft_s, tpot_s: measured means.
         speculative, eager, cold: undeclared conditions; see the head of the module.
+        polled: the launch script lets the scheduler look for new requests every 10 (fewer than 16 users) or 30 steps
+            (InferenceMAX, SGLang with DeepSeek on Blackwell: ``--scheduler-recv-interval``).
+        dp_waits: attention replicas wait for each other's prompts (TensorRT-LLM ``attention_dp_config``).
     """
 
     id: str
@@ -91,6 +96,8 @@ class Run:
     speculative: bool = False
     eager: bool = False
     cold: bool = False
+    polled: bool = False
+    dp_waits: bool = False
 
     @property
     def mode(self) -> str:
@@ -179,8 +186,29 @@ def _labelled(run: Run) -> Run:
     eager = (run.engine == "trtllm" and run.version == "1.3.0rc1") or (
         run.engine == "vllm" and run.version == "0.12.0" and run.family == "Qwen3 MoE"
     )
-    cold = (run.engine, run.system, run.precision, run.day, run.isl) == ("sglang", "b200_sxm", "fp4", "2025-11-10", 1024)
-    return replace(run, speculative=speculative, eager=eager, cold=cold)
+    cold = (run.engine, run.system, run.precision, run.day, run.isl) == (
+        "sglang",
+        "b200_sxm",
+        "fp4",
+        "2025-11-10",
+        1024,
+    )
+    polled = run.family == "DeepSeek" and run.engine == "sglang" and run.system in {"b200_sxm", "b300_sxm"}
+    polled = polled and run.prefill is None
+    waits = deepseek and run.engine == "trtllm" and run.decode.dp > 1
+    return replace(run, speculative=speculative, eager=eager, cold=cold, polled=polled, dp_waits=waits)
+
+
+def _figures(row: Mapping[str, str]) -> tuple[str, str, str]:
+    """What a measurement is known by."""
+    return f"{float(row['silicon_ttft_ms']):.6g}", f"{float(row['silicon_tpot_ms']):.6g}", row["mode"]
+
+
+def _drafting(run: Run) -> bool:
+    """SGLang 0.5.9 ran DeepSeek FP8 on eight B200 twice that day; what the plain configuration did not give is MTP."""
+    return (run.engine, run.system, run.precision, run.day, run.decode.tp, run.family) == (
+        *("sglang", "b200_sxm", "fp8", "2026-03-25", 8, "DeepSeek"),
+    ) and run.prefill is None
 
 
 def read_runs(path: Path) -> tuple[list[Run], dict[str, int]]:
@@ -191,18 +219,24 @@ def read_runs(path: Path) -> tuple[list[Run], dict[str, int]]:
     """
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
+    plain = {_figures(r) for r in rows if PLAIN_CONFIG.search(r["silicon_data_source"])}
     runs: dict[tuple[str, str, str], Run] = {}
     left_out: dict[str, int] = {}
     for row in sorted(rows, key=lambda r: r["id"]):
-        moe = bool(re.search(r"deepseek|gpt-oss|glm|-a\d+b|moe|mixtral|kimi|minimax|maverick|scout", row["model_path"].lower()))
+        moe = bool(
+            re.search(r"deepseek|gpt-oss|glm|-a\d+b|moe|mixtral|kimi|minimax|maverick|scout", row["model_path"].lower())
+        )
         run = _run(row, moe)
         why = exclusion(row, run, moe)
         if why:
             left_out[why] = left_out.get(why, 0) + 1
             continue
-        key = (f"{run.ttft_s:.6g}", f"{run.tpot_s:.6g}", row["mode"])
+        key = _figures(row)
+        run = replace(run, speculative=run.speculative or (_drafting(run) and key not in plain))
         if key in runs:
-            left_out["the same measurement imported before"] = left_out.get("the same measurement imported before", 0) + 1
+            left_out["the same measurement imported before"] = (
+                left_out.get("the same measurement imported before", 0) + 1
+            )
         else:
             runs[key] = run
     return list(runs.values()), left_out

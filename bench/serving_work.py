@@ -64,7 +64,7 @@ class Flat:
             ))  # fmt: skip
         self.steps.append((
             gen, work.launches, work.passes_bytes / device.bandwidth_bytes_s, work.requests, work.prefill,
-            float(len(work.messages) > 0),
+            float(len(work.messages) > 0), work.expert_launches, work.quantizing,
         ))  # fmt: skip
         return number
 
@@ -94,19 +94,17 @@ def capacity(placement: Placement, cluster: Cluster, isl: int, osl: int, known: 
     """Requests that the caches of one worker hold in the mean over their lives: half the output is written."""
     key = (id(placement), cluster.device.name, isl, osl)
     if key not in known:
-        memory = serve_memory(placement, cluster, Serve(isl=isl, osl=max(1, osl // 2), max_model_len=None))
+        share = 0.92 if placement.profile.engine == "sglang" else None
+        workload = Serve(isl=isl, osl=max(1, osl // 2))
+        memory = serve_memory(placement, cluster, workload, ServeSettings(utilization=share))
         known[key] = memory.max_requests
     return known[key]
 
 
-def _count(
-    flat: Flat, placement: Placement, cluster: Cluster, decode: Batch | None, prompt: Batch | None
-) -> int:
+def _count(flat: Flat, placement: Placement, cluster: Cluster, decode: Batch | None, prompt: Batch | None) -> int:
     first = placement.classes[0].coordinate
     own = held(placement, first, {})
-    work = step_work(
-        placement, ServeSettings(), cluster.devices_per_node, own, first.pp, first, decode, prompt
-    )
+    work = step_work(placement, ServeSettings(), cluster.devices_per_node, own, first.pp, first, decode, prompt)
     return flat.add(work, cluster)
 
 
@@ -150,6 +148,25 @@ def collect(runs: Sequence[Run]) -> Counts:
     return Counts(
         list(runs), np.array(flat.kernels, float), np.array(flat.messages, float), np.array(flat.steps, float),
         *(np.array(at[n]) for n in ("dec", "low", "mix", "pre")), {n: np.array(v) for n, v in info.items()},
+    )  # fmt: skip
+
+
+def subset(counts: Counts, chosen: Sequence[int]) -> Counts:
+    """Only some runs, with only their steps."""
+    picked = np.array(list(chosen), int)
+    at = [getattr(counts, name)[picked] for name in ("dec", "low", "mix", "pre")]
+    used = np.unique(np.concatenate(at))
+    place = np.full(len(counts.steps), -1)
+    place[used] = np.arange(len(used))
+
+    def rows(table: Array) -> Array:
+        kept = table[place[table[:, 0].astype(int)] >= 0].copy()
+        kept[:, 0] = place[kept[:, 0].astype(int)]
+        return kept
+
+    return Counts(
+        [counts.runs[i] for i in picked], rows(counts.kernels), rows(counts.messages), counts.steps[used],
+        *(place[a] for a in at), {n: v[picked] for n, v in counts.info.items()},
     )  # fmt: skip
 
 

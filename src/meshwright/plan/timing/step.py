@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from meshwright.plan.cores import Batch
 from meshwright.plan.forward import embedding_ops, head_ops, serving_context, stage_hand_off
-from meshwright.plan.layer_ops import Context, layer_ops
+from meshwright.plan.layer_ops import AFTER_CORE, Context, layer_ops
 from meshwright.plan.products import Held, Kind
 from meshwright.plan.timing.collective import Wiring
 from meshwright.plan.timing.compute import op_width, shape_class
@@ -64,7 +64,9 @@ class Work(NamedTuple):
 
     Attributes:
         kernels, messages: work and collectives.
-        launches: kernels that an engine launches for it (fused as engines do it; see ``launches_of``).
+        launches: kernels that an engine launches for it (fused as engines do it; see ``launches_of``), without
+            expert_launches: those of mixtures of experts, and
+            quantizing: those that quantize a product's input block by block.
         passes_bytes: bytes of the hidden states that all these kernels read and write, beyond what ``kernels`` count.
         requests: decoding requests of the rank. tokens: tokens in the step. prefill: a prompt is among them.
     """
@@ -72,6 +74,8 @@ class Work(NamedTuple):
     kernels: tuple[Kernel, ...]
     messages: tuple[Message, ...]
     launches: float
+    expert_launches: float
+    quantizing: float
     passes_bytes: float
     requests: int
     tokens: int
@@ -97,9 +101,18 @@ def launches_of(kind: Kind) -> int:
         else:
             count += LAUNCHES["recurrent"]
     count += LAUNCHES["mlp"] * (kind.layer.mlp is not None)
-    if kind.layer.moe is not None:
-        count += LAUNCHES["moe"] + (LAUNCHES["mlp"] if kind.layer.moe.shared_intermediate else 0)
+    if kind.layer.moe is not None and kind.layer.moe.shared_intermediate:
+        count += LAUNCHES["mlp"]
     return count
+
+
+def quantizing_of(kind: Kind, block: bool) -> int:
+    """Kernels of one layer that quantize the input of a product block by block before it (DeepSeek-V3's FP8, arXiv
+    2412.19437 section 3.3.2); static scales and FP4 are applied by the kernel before."""
+    if not block:
+        return 0
+    inputs = {(p.role, p.op in AFTER_CORE, p.op == "q_b") for p in kind.products if p.dtype.startswith("f8")}
+    return len(inputs)
 
 
 def kinds_of(own: Held) -> list[tuple[Kind, int]]:
@@ -158,7 +171,9 @@ def step_work(
     tail = head_ops(placement, whole, own.ends, sampled) if stage == last else stage_hand_off(whole, "send", stage)
     _add([*ends, *tail], 1, 0, False, groups, kernels, messages)
     spread = placement.cuts.grid.ep > 1
-    launches, passes = 4.0, 0.0
+    launches, expert_launches, quantizing, passes = 4.0, 0.0, 0.0, 0.0
+    quantization = placement.spec.quantization
+    block = quantization is not None and quantization.block is not None
     for kind, count in kinds_of(own):
         held = max((p.experts for p in kind.products if p.role == "expert"), default=0)
         ops = [op for op in layer_ops(whole, kind) if op.op not in _CORES] if len(parts) > 1 else layer_ops(whole, kind)
@@ -167,10 +182,17 @@ def step_work(
         _add(ops, count, held, spread, groups, kernels, messages)
         own_launches = launches_of(kind)
         launches += own_launches * count
+        if kind.layer.moe is not None:
+            expert_launches += LAUNCHES["moe"] * count
+            own_launches += LAUNCHES["moe"]
+        quantizing += quantizing_of(kind, block) * count
         topk = kind.layer.moe.topk if kind.layer.moe is not None else 0
         passes += count * (2 * own_launches + 4 * topk) * whole.held_tokens * whole.hidden * DTYPE_BYTES[whole.dtype]
     requests = decode.sequences if decode else 0
-    return Work(tuple(kernels), tuple(messages), launches, passes, requests, whole.tokens, prompt is not None)
+    return Work(
+        tuple(kernels), tuple(messages), launches, expert_launches, quantizing, passes, requests, whole.tokens,
+        prompt is not None,
+    )  # fmt: skip
 
 
 _CORES = frozenset({"attention", "recurrent"})
