@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.moves.context import pieces_of, slots
 from meshwright.runtime.collectives import recv, send
 from meshwright.runtime.job import DEFAULT_BLOCK_SIZE, Sampling, check_request
+from meshwright.runtime.loads import Load
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.models.decoder import Decoder
+from meshwright.runtime.replicas import Replicas
 from meshwright.runtime.sampling import Sampler
 from meshwright.runtime.scope import scope
 from meshwright.runtime.serve.cache import Batch, PagedCache, blocks_for
@@ -37,12 +40,14 @@ class Generation:
         tokens: new token ids by number of the prompt, for the prompts of this rank's replica.
         logits: by number of the prompt ``(new tokens, V)``, on the rank that samples when they were asked for.
         kv_cache_bytes: pool of this rank.
+        loads: rows of this rank's experts, by layer and pass.
         first_token_s, total_s: seconds from the call to the first token, and to the end, on the rank that samples.
     """
 
     tokens: dict[int, list[int]]
     logits: dict[int, Tensor] = field(default_factory=dict)
     kv_cache_bytes: int = 0
+    loads: list[Load] = field(default_factory=list)
     first_token_s: float = 0.0
     total_s: float = 0.0
 
@@ -89,8 +94,8 @@ class _Tokens:
 
     def __init__(self, mesh: Mesh, source: bool) -> None:
         layout = mesh.placement.layout
-        self.store = mesh.store if layout.tp * layout.pp > 1 else None
-        self.members = layout.tp * layout.pp
+        self.members = layout.tp * layout.pp * layout.cp
+        self.store = mesh.store if self.members > 1 else None
         self.base = f"tokens/{mesh.coordinate.dp}"
         self.source = source
         self.own: dict[int, list[int]] = {}
@@ -194,10 +199,14 @@ def generate(
     check_request(mesh.placement.spec, prompts, max_new_tokens, micro_batches, chunk, block_size)
     layout = mesh.placement.layout
     low, high = part(len(prompts), layout.dp, mesh.coordinate.dp)
-    blocks = sum(blocks_for(len(prompts[i]) + max_new_tokens - 1, block_size) for i in range(low, high))
+    held = (slots(pieces_of(len(prompts[i]), chunk), max_new_tokens - 1, layout.cp) for i in range(low, high))
+    blocks = sum(blocks_for(count, block_size) for count in held)
     cache = decoder.cache(blocks, block_size)
-    groups = _deal(prompts, range(low, high), micro_batches or layout.pp)
-    source = decoder.last and mesh.group("tp").index == 0
+    replicas = Replicas(mesh, list(map(len, prompts)), max_new_tokens, micro_batches or layout.pp, chunk, bool(eos))
+    groups = _deal(prompts, replicas)
+    for block in decoder.sparse:
+        block.log.loads.clear()
+    source = decoder.last and mesh.group("tp").index == mesh.group("cp").index == 0
     out = Generation({i: [] for i in range(low, high)}, kv_cache_bytes=cache.nbytes)
     tokens, kept = _Tokens(mesh, source), {i: list[Tensor]() for i in range(low, high)}
     pipeline = _Pipeline(mesh, decoder, cache, len(groups))
@@ -208,14 +217,15 @@ def generate(
             m = turn.popleft()
             if m.due:
                 _take_in(m, tokens.take(m.index, m.passed), cache, max_new_tokens, eos)
-            if not m.alive:
+            if not replicas.goes_on(m.index, m.passed, len(m.alive)):
                 continue
-            batch = m.next_batch(cache, chunk)
-            with scope(phase=batch.phase, step=m.passed, microbatch=m.index):
-                logits = pipeline.run(batch)
+            batch = m.next_batch(cache, chunk) if m.alive else None
+            with scope(phase=batch.phase if batch else "decode", step=m.passed, microbatch=m.index):
+                logits = pipeline.run(batch) if batch else decoder.idle()
             m.passed += 1
             if logits is not None:
-                tokens.publish(m.index, m.passed, sampler.choose(logits, m.due))
+                if source:
+                    tokens.publish(m.index, m.passed, sampler.choose(logits, m.due))
                 out.first_token_s = out.first_token_s or time.perf_counter() - began
                 if keep_logits:
                     for i, row in zip(m.due, logits.float().cpu(), strict=True):
@@ -225,20 +235,19 @@ def generate(
     tokens.close()
     out.tokens = {i: new for m in groups for i, new in m.new.items()}
     out.logits = {i: torch.stack(rows) for i, rows in kept.items() if rows}
+    out.loads = [load for block in decoder.sparse for load in block.log.loads]
     out.total_s = time.perf_counter() - began
     return out
 
 
-def _deal(prompts: Sequence[Sequence[int]], mine: range, count: int) -> list[_MicroBatch]:
-    """The replica's prompts in at most ``count`` runs, none empty."""
-    count = max(1, min(count, len(mine)))
+def _deal(prompts: Sequence[Sequence[int]], replicas: Replicas) -> list[_MicroBatch]:
+    """The replica's prompts by micro-batch; some may be empty where replicas walk in step."""
     groups = []
-    for index in range(count):
-        low, high = part(len(mine), count, index)
-        sequences = list(mine[low:high])
+    for index in range(replicas.count):
+        sequences = list(replicas.sequences(replicas.mine, index))
         rest = {s: list(prompts[s]) for s in sequences}
         groups.append(_MicroBatch(index, rest, {s: [] for s in sequences}, sequences))
-    return [g for g in groups if g.alive]
+    return groups
 
 
 def _take_in(m: _MicroBatch, tokens: list[int], cache: PagedCache, max_new_tokens: int, eos: Sequence[int]) -> None:

@@ -19,15 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.errors import InputError
-from meshwright.runtime.collectives import gather_logits
+from meshwright.runtime.collectives import all_reduce, gather_logits
 from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.models.attention import attend
 from meshwright.runtime.models.layers import build_layer
+from meshwright.runtime.models.moe import MixtureOfExperts
 from meshwright.runtime.models.parts import Linear, Norm, Step, Turned, layer_weights
 from meshwright.runtime.models.rope import frequencies, turns
 from meshwright.runtime.models.settings import Settings
+from meshwright.runtime.parallel.context import ContextParallel
 from meshwright.runtime.parallel.sequence import edges_of
 from meshwright.runtime.scope import scope
 from meshwright.runtime.serve.cache import Batch, CacheShape, PagedCache
+from meshwright.runtime.serve.dealt import DealtCache
 from meshwright.specs.placement import Coordinate, Placement, Shard
 from meshwright.specs.tensors import TensorFamily
 
@@ -45,7 +49,8 @@ class Decoder:
     def __init__(self, mesh: Mesh, weights: Mapping[str, Tensor], settings: Settings, dtype: torch.dtype) -> None:
         placement, at = mesh.placement, mesh.coordinate
         self.mesh, self.settings, self.dtype = mesh, settings, dtype
-        self.tp = mesh.group("tp")
+        self.tp, self.cp = mesh.group("tp"), mesh.group("cp")
+        self.context = ContextParallel(self.cp, placement.layout.cp_kind == "ulysses") if self.cp.size > 1 else None
         self.edges = edges_of(placement.layout, self.tp)
         stage = placement.stages[at.pp]
         self.first, self.last, self.layers = stage.index == 0, stage.head, stage.layers
@@ -75,8 +80,10 @@ class Decoder:
         return attention.rope_head_dim or attention.head_dim
 
     def cache(self, blocks: int, block_size: int) -> PagedCache:
-        """An empty cache for the layers and heads of this rank."""
+        """An empty cache for the layers and heads of this rank, and its share of the tokens."""
         shapes = {layer: self.shapes[layer] for layer in self.layers}
+        if self.context is not None:
+            return DealtCache(shapes, blocks, block_size, self.dtype, self.mesh.device, self.cp)
         return PagedCache(shapes, blocks, block_size, self.dtype, self.mesh.device)
 
     def embed(self, ids_T: Tensor) -> Tensor:
@@ -101,14 +108,29 @@ class Decoder:
 
     def stage(self, x_TD: Tensor, batch: Batch, cache: PagedCache) -> Tensor:
         """All layers of this rank's stage."""
-        step = Step(batch, cache, self.rotary(batch))
+        step = Step(batch, cache, self.rotary(batch), self.context.attend if self.context is not None else attend)
         for i in self.layers:
             x_TD = self.blocks[i](x_TD, step)
         return x_TD
 
+    def idle(self) -> None:
+        """A pass without tokens, of a replica that meets others at the experts."""
+        like = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
+        for i in self.layers:
+            self.blocks[i].idle(like)
+
+    @property
+    def sparse(self) -> list[MixtureOfExperts]:
+        """The mixtures of experts of the stage, by layer."""
+        return [ffn for i in self.layers if isinstance(ffn := self.blocks[i].ffn, MixtureOfExperts)]
+
     def ends(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """Hidden states ``(S, D)`` of the rows whose logits are wanted, on every rank of the stage's replica."""
-        return self.edges.enter(x_TD, "head input")[batch.sampled]
+        x_SD = self.edges.enter(x_TD, "head input")[batch.sampled]
+        if batch.here is None:
+            return x_SD
+        with scope(name="sampled rows"):
+            return all_reduce(x_SD * batch.here, self.cp)
 
     def logits(self, x_SD: Tensor) -> Tensor | None:
         """Logits ``(S, V)`` of the sampled rows on place 0 of tp, None on the other places."""

@@ -14,7 +14,7 @@ from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.models.gqa import grouped_query
 from meshwright.runtime.models.mla import latent
 from meshwright.runtime.models.mlp import gated_mlp
-from meshwright.runtime.models.moe import mixture
+from meshwright.runtime.models.moe import MixtureOfExperts, mixture
 from meshwright.runtime.models.parts import LayerWeights, Norm, Part, Step
 from meshwright.runtime.models.settings import Settings
 from meshwright.runtime.parallel.tensor import Edges
@@ -42,6 +42,12 @@ class DecoderLayer:
                 y_TD = block(before(x_TD), step)
                 x_TD = x_TD + (after[0](y_TD) if after else y_TD)
             return x_TD
+
+    def idle(self, like: Tensor) -> None:
+        """A pass in which this replica has no tokens: only experts work, for others. ``like``: type and device."""
+        if isinstance(self.ffn, MixtureOfExperts):
+            with scope(layer=self.number):
+                self.ffn.idle(like)
 
 
 def build_layer(w: LayerWeights, mesh: Mesh, settings: Settings, edges: Edges) -> DecoderLayer:

@@ -90,7 +90,7 @@ class LocalDispatch:
         """Rows back to their tokens; zero for the experts of other ranks."""
         y = y_RD.new_zeros((ticket.tokens * ticket.choices, y_RD.shape[1]))
         y[ticket.order_R] = y_RD
-        return y.view(ticket.tokens, ticket.choices, -1)
+        return y.view(ticket.tokens, ticket.choices, y_RD.shape[1])
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class AllToAll:
             returned = self._send(back, moved.received_rows, moved.sent_rows)
         y = torch.empty_like(returned)
         y[ticket.order_R] = returned
-        return y.view(ticket.tokens, ticket.choices, -1)
+        return y.view(ticket.tokens, ticket.choices, y_RD.shape[1])
 
     def _send(self, x_RD: Tensor, to: Sequence[int], frm: Sequence[int]) -> Tensor:
         out = x_RD.new_empty((sum(frm), x_RD.shape[1]))
