@@ -1,6 +1,7 @@
 """Collectives over one group of the mesh. With one rank they return their input and touch nothing.
 
-They call torch.distributed, so that a recorder at the dispatcher sees each of them. Shapes: T tokens, D model
+They call torch.distributed, or the shared memory of the group's ranks (``runtime.transport``), as torch ops both, so
+that a recorder at the dispatcher sees each of them. Shapes: T tokens, D model
 width, S sampled positions, V vocabulary rows of a rank.
 """
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.runtime.mesh import Group
+from meshwright.runtime.transport import LETTER_BYTES, fits
 
 # Names of torch 2.13, and those before it, which 2.13 calls deprecated.
 _gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -20,7 +22,9 @@ _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum of ``x`` over the group, in place; the same bits on every rank."""
-    if group.size > 1:
+    if group.channel is not None and fits(x):
+        torch.ops.meshwright.all_reduce_(x, group.channel.number)
+    elif group.size > 1:
         dist.all_reduce(x, group=group.pg)
     return x
 
@@ -55,23 +59,48 @@ def gather_logits(x_SV: Tensor, group: Group, widths: tuple[int, ...]) -> Tensor
         return x_SV
     longest = max(widths)
     piece = F.pad(x_SV, (0, longest - x_SV.shape[1])) if x_SV.shape[1] < longest else x_SV.contiguous()
+    pieces = [] if group.index else [torch.empty_like(piece) for _ in widths]
+    if group.channel is not None and fits(piece):
+        torch.ops.meshwright.gather_(piece, pieces, group.channel.number, 0)
+    else:
+        dist.gather(piece, pieces or None, group=group.pg, group_dst=0)
     if group.index:
-        dist.gather(piece, group=group.pg, group_dst=0)
         return None
-    pieces = [torch.empty_like(piece) for _ in widths]
-    dist.gather(piece, pieces, group=group.pg, group_dst=0)
     return torch.cat([p[:, :width] for p, width in zip(pieces, widths, strict=True)], dim=1)
 
 
 def send(x: Tensor, group: Group, to: int) -> dist.Work | None:
     """Hand ``x`` to place ``to`` of the group without waiting; wait for the returned work before ``x`` changes."""
     assert to != group.index
-    return dist.isend(x.contiguous(), group=group.pg, group_dst=to)
+    x = x.contiguous()
+    if group.channel is not None and fits(x, LETTER_BYTES):
+        torch.ops.meshwright.send(x, group.channel.number, to)
+        return None
+    return dist.isend(x, group=group.pg, group_dst=to)
+
+
+def exchange(x: Tensor, group: Group, to: int, frm: int) -> tuple[Tensor, tuple[dist.Work | None, ...]]:
+    """Hand ``x`` to place ``to`` and take as much from place ``frm``; both are there when the works are waited for."""
+    out = torch.empty_like(x)
+    sending = dist.isend(x, group=group.pg, group_dst=to)
+    return out, (sending, dist.irecv(out, group=group.pg, group_src=frm))
+
+
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """Piece i of ``x`` (its first dimension is the size of the group) to place i; pieces in order of their senders."""
+    if group.size == 1:
+        return x
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=group.pg)
+    return out
 
 
 def recv(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: Group, frm: int) -> Tensor:
     """Wait for a tensor from place ``frm`` of the group."""
     assert frm != group.index
     x = torch.empty(shape, dtype=dtype, device=device)
-    dist.recv(x, group=group.pg, group_src=frm)
+    if group.channel is not None and fits(x, LETTER_BYTES):
+        torch.ops.meshwright.recv_(x, group.channel.number, frm)
+    else:
+        dist.recv(x, group=group.pg, group_src=frm)
     return x

@@ -9,14 +9,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from meshwright.errors import IllegalLayoutError
+from meshwright.runtime.transport import Channel, open_channel
 from meshwright.specs.placement import AXES, Coordinate, Placement
+
+#: Axes whose small tensors go through shared memory: two sums a layer, one hand-off a stage.
+SHARED = ("tp", "pp")
+#: Longest wait of a rank for another in shared memory; that of gloo by default.
+WAIT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +34,14 @@ class Group:
         ranks: global ranks, in the order of their places on the axis.
         index: this rank's place.
         pg: process group; None with one rank.
+        channel: shared memory of the ranks, where they have one host; None: everything goes through ``pg``.
     """
 
     axis: str
     ranks: tuple[int, ...]
     index: int
     pg: dist.ProcessGroup | None
+    channel: Channel | None = None
 
     @property
     def size(self) -> int:
@@ -96,7 +104,16 @@ def build_mesh(
     coordinate = placement.coordinate(rank)
     groups: dict[str, Group] = {axis: _axis_group(placement, axis, rank, own_groups) for axis in (*AXES, "ep")}
     store = distributed_c10d._get_default_store() if world > 1 else None
+    if store is not None and torch.device(device).type == "cpu" and not own_groups:
+        groups |= {axis: _with_channel(groups[axis], store) for axis in SHARED if groups[axis].pg is not None}
     return Mesh(placement, rank, coordinate, torch.device(device), groups, store)
+
+
+def _with_channel(group: Group, store: distributed_c10d.Store) -> Group:
+    """The group with shared memory, where its ranks have one host. Collective over them."""
+    assert group.pg is not None
+    key = f"meshwright/channel/{group.pg.group_name}"
+    return replace(group, channel=open_channel(store, key, group.index, group.size, group.axis, WAIT_S))
 
 
 def _axis_group(placement: Placement, axis: str, rank: int, own: bool) -> Group:

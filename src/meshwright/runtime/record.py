@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.ledger.schema import Entry, Holding, Ledger, Rank
 from meshwright.moves.ring import COLLECTIVES, wire_bytes
-from meshwright.runtime import c10d
+from meshwright.runtime import c10d, transport
 from meshwright.runtime.callsite import call_site
 from meshwright.runtime.products import CompilingProductMode, ProductMode
 from meshwright.runtime.scope import scope, where
@@ -73,6 +73,7 @@ class Recorder:
         mode = ProductMode if placement is not None else CompilingProductMode
         self._mode: TorchDispatchMode | None = mode(self.add) if matmuls else None
         self._library: torch.library.Library | None = None
+        self._shared: torch.library.Library | None = None
         self._wait: Callable[..., Any] | None = None
         self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
 
@@ -80,6 +81,9 @@ class Recorder:
         self._library = torch.library.Library("c10d", "IMPL")
         for name in c10d.op_names():
             self._library.impl(name, self._kernel(name), "BackendSelect")
+        self._shared = torch.library.Library(transport.NAMESPACE, "IMPL")
+        for name in transport.OPS:
+            self._shared.impl(name, self._shared_kernel(name), "BackendSelect")
         self._hook_wait()
         if self._mode is not None:
             self._mode.__enter__()
@@ -95,6 +99,9 @@ class Recorder:
         if self._library is not None:
             self._library._destroy()
             self._library = None
+        if self._shared is not None:
+            self._shared._destroy()
+            self._shared = None
         self._works.clear()
 
     def add(self, entry: Entry) -> None:
@@ -158,20 +165,40 @@ class Recorder:
 
         return kernel
 
+    def _shared_kernel(self, name: str) -> Callable[..., Any]:
+        """The kernel of an op of the own transport, which is over when it returns."""
+        op = getattr(torch.ops.meshwright, name).default
+        names = tuple(argument.name for argument in op._schema.arguments)
+        kind, other = transport.OPS[name]
+        cpu = DispatchKeySet(DispatchKey.CPU)
+
+        def kernel(*args: Any) -> None:
+            arguments = dict(zip(names, args, strict=True))
+            channel = transport.channel(arguments["channel"])
+            call = c10d.Call(kind, (arguments["x"],), peer=arguments[other] if other else None)
+            entry = self._entry(call, channel.name, channel.size, channel.index)
+            op.redispatch(cpu, *args)
+            _end(entry)
+
+        return kernel
+
     def _enter(self, name: str, arguments: c10d.Arguments) -> tuple[Entry, str]:
         """The entry of a call, appended before the backend sees it, and the type of its device."""
         call = c10d.describe(name, arguments)
         pg = dist.ProcessGroup.unbox(arguments["process_group"])
-        group = self._group(pg)
+        entry = self._entry(call, self._group(pg), pg.size(), pg.rank())
+        tensors = call.tensors or (arguments.get("tensor"),)
+        return entry, tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
+
+    def _entry(self, call: c10d.Call, group: str, size: int, place: int) -> Entry:
+        """The entry of a call that begins now."""
         entry = Entry(self.rank_class, call.op, stream=group, group=group, peer=call.peer, splits=call.splits)
         entry.shapes, entry.dtype, entry.payload_bytes = call.shapes or None, call.dtype, call.payload_bytes
-        entry.wire_bytes = _sent_bytes(call, pg)
+        entry.wire_bytes = _sent_bytes(call, size, place)
         entry.state, entry.call_site = "scheduled", call_site()
         self.add(entry)
-        tensors = call.tensors or (arguments.get("tensor"),)
-        device = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
         entry.enqueued_ns = time.monotonic_ns()
-        return entry, device
+        return entry
 
     def _group(self, pg: dist.ProcessGroup) -> str:
         """Name of a process group."""
@@ -215,14 +242,13 @@ class Recorder:
         dist.Work.wait = wait  # type: ignore[method-assign,assignment]
 
 
-def _sent_bytes(call: c10d.Call, pg: dist.ProcessGroup) -> int | None:
+def _sent_bytes(call: c10d.Call, size: int, place: int) -> int | None:
     """Bytes that this rank sends: by its own splits where they are known, else by ``moves.ring``."""
-    place = pg.rank()
     if call.splits is not None and call.tensors:
         return (sum(call.splits) - call.splits[place]) * call.tensors[0].element_size()
     if call.op not in COLLECTIVES:
         return None
-    return wire_bytes(call.op, pg.size(), call.payload_bytes, root=call.peer == place)
+    return wire_bytes(call.op, size, call.payload_bytes, root=call.peer == place)
 
 
 def _end(entry: Entry) -> None:

@@ -117,5 +117,6 @@ def follows(error: BaseException) -> bool:
         "Timed out waiting",
         "gloo/transport",
         "Broken pipe",
+        "shared memory of",
     )
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
