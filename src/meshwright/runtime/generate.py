@@ -158,6 +158,11 @@ class _Pipeline:
             return None
         return d.logits(d.ends(x_TD, batch)) if batch.sampled.numel() else None
 
+    def idle(self) -> Tensor | None:
+        """A pass without tokens: nothing is handed on and nothing sampled."""
+        self.decoder.idle()
+        return None
+
     def drain(self, keep: int = 0) -> None:
         """Wait for the oldest sends until at most ``keep`` are under way."""
         while len(self.sending) > keep:
@@ -221,7 +226,7 @@ def generate(
                 continue
             batch = m.next_batch(cache, chunk) if m.alive else None
             with scope(phase=batch.phase if batch else "decode", step=m.passed, microbatch=m.index):
-                logits = pipeline.run(batch) if batch else decoder.idle()
+                logits = pipeline.run(batch) if batch else pipeline.idle()
             m.passed += 1
             if logits is not None:
                 if source:
