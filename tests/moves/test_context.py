@@ -19,13 +19,14 @@ from meshwright.moves.context import (
     keys,
     neighbours,
     owner,
+    pieces_of,
     reach,
     rows,
     slots,
 )
 
 
-def pieces_of(lengths: list[int]) -> list[Piece]:
+def in_a_row(lengths: list[int]) -> list[Piece]:
     return [Piece(sum(lengths[:i]), n) for i, n in enumerate(lengths)]
 
 
@@ -35,7 +36,7 @@ LENGTHS = st.lists(st.integers(1, 19), min_size=1, max_size=3)
 @given(LENGTHS, st.integers(2, 6))
 @settings(max_examples=150, deadline=None)
 def test_on_the_ring_every_query_meets_every_key_before_it_once(lengths: list[int], cp: int) -> None:
-    pieces = pieces_of(lengths)
+    pieces = in_a_row(lengths)
     last, total = pieces[-1], sum(lengths)
     met: Counter[tuple[int, int]] = Counter()
     for place in range(cp):
@@ -56,7 +57,7 @@ def test_on_the_ring_every_query_meets_every_key_before_it_once(lengths: list[in
 @given(LENGTHS, st.integers(2, 6))
 @settings(max_examples=80, deadline=None)
 def test_every_position_has_one_holder(lengths: list[int], cp: int) -> None:
-    pieces = pieces_of(lengths)
+    pieces = in_a_row(lengths)
     where = Counter(k for place in range(cp) for k in keys(pieces, cp, place) if k != NOWHERE)
     assert where == dict.fromkeys(range(sum(lengths)), 1)
     for piece in pieces:
@@ -100,7 +101,7 @@ def test_slots_hold_what_a_place_caches(lengths: list[int], decoded: int, cp: in
     start = sum(lengths)
     for place in range(cp):
         mine = sum(decoded_at(p, cp) == place for p in range(start, start + decoded))
-        held = len(keys(pieces_of(lengths), cp, place)) + mine
+        held = len(keys(in_a_row(lengths), cp, place)) + mine
         assert held <= slots(lengths, decoded, cp) <= held + 1
 
 
@@ -110,6 +111,7 @@ def test_by_hand() -> None:
     assert (dealt(piece, 2, 0), dealt(piece, 2, 1)) == ([0, 1, 6, 7], [2, 3, 4, 5])
     assert keys([piece], 2, 0) == [0, 1, 6, NOWHERE]
     assert holder(piece, 2, 6) == (0, 2)
+    assert (pieces_of(7, 3), pieces_of(6, 3), pieces_of(6, None), pieces_of(6, 9)) == ([3, 3, 1], [3, 3], [6], [6])
     assert dealt(Piece(4, 3), 1, 0) == [4, 5, 6]
     assert slots([7], 3, 2) == 4 + 2
     assert (heads_fit(8, 2, 4), heads_fit(6, 2, 3), heads_fit(9, 3, 3), heads_fit(4, 3, 2)) == (

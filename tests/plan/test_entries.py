@@ -264,7 +264,7 @@ def test_ways_of_a_pipeline_hand_off() -> None:
         ("pp1", "all_gather", "residual pieces", ((2048,),)),
     ]
     assert ends[7][1:3] == ("all_gather", "logits")
-    assert ways(OWN) == Ways()
+    assert ways(OWN) == Ways(context_dealt=True)
 
 
 def test_sequence_parallel_replaces_every_all_reduce() -> None:
@@ -278,7 +278,7 @@ def test_sequence_parallel_replaces_every_all_reduce() -> None:
 
 
 def test_context_parallel_prefill() -> None:
-    ring = [e for e in run(LLAMA2_7B, "cp=4", Batch("prefill", 1, 64)) if e.layer == 0]
+    ring = [e for e in run(LLAMA2_7B, "cp=4", Batch("prefill", 1, 64), with_ways(context="ring")) if e.layer == 0]
     assert [(e.op, e.count, e.shapes) for e in ring if e.group] == [
         ("send", 3, ((16, 32, 256),)),
         ("recv", 3, ((16, 32, 256),)),

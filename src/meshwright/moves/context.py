@@ -63,6 +63,14 @@ def decoded_at(position: int, cp: int) -> int:
     return position % cp
 
 
+def pieces_of(length: int, most: int | None) -> list[int]:
+    """Lengths of the pieces in which a prompt enters: all at once, or at most ``most`` tokens each."""
+    if most is None or most >= length:
+        return [length]
+    whole, rest = divmod(length, most)
+    return [most] * whole + [rest] * (rest > 0)
+
+
 def slots(pieces: Sequence[int], decoded: int, cp: int) -> int:
     """Cache slots of a sequence on every place: rows of its pieces (by length), and its share of decoded tokens."""
     return sum(rows(length, cp) for length in pieces) + -(-decoded // cp)

@@ -22,24 +22,40 @@ STATE_FLOPS = {"mamba2": 5, "mamba1": 6, "gated_delta_net": 8, "kda": 9, "lightn
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Equal sequences in one forward of one data-parallel replica.
+    """Sequences in one forward of one data-parallel replica, equal ones unless ``each`` is given.
 
     Attributes:
         phase: ``prefill``, ``decode``, ``forward`` (training).
         sequences: how many.
         new_tokens: tokens of each that enter.
         past: tokens of each that the cache holds already.
+        each: new tokens and past of every sequence, instead of the three numbers before.
+        sampled: rows whose logits are wanted; None: one a sequence.
+        chunk: most tokens of one sequence that enter in one forward; None: all.
     """
 
     phase: Literal["prefill", "decode", "forward"]
     sequences: int
     new_tokens: int
     past: int = 0
+    each: tuple[tuple[int, int], ...] = ()
+    sampled: int | None = None
+    chunk: int | None = None
+
+    @property
+    def rows(self) -> tuple[tuple[int, int, int], ...]:
+        """How many sequences there are with how many new tokens and which past."""
+        return tuple((1, *row) for row in self.each) or ((self.sequences, self.new_tokens, self.past),)
 
     @property
     def tokens(self) -> int:
         """Tokens that enter."""
-        return self.sequences * self.new_tokens
+        return sum(count * new for count, new, _ in self.rows)
+
+    @property
+    def cached(self) -> int:
+        """Tokens that the cache holds already, of all sequences."""
+        return sum(count * past for count, _, past in self.rows)
 
 
 def reach_sum(new: int, past: int, reach: int | None) -> int:
@@ -99,9 +115,9 @@ def attention_core(a: Attention, heads: int, kv_heads: int, batch: Batch, kv_dty
         batch: tokens. kv_dtype: of the cache. dtype: of the computation.
         parts: ranks that share out the context (context or decode context parallel); pairs are dealt evenly.
     """
-    n, act, kv = batch.sequences, DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
-    seen = -(-n * cache_read(a, batch.new_tokens, batch.past) // parts)
-    scored = -(-n * pairs(a, batch.new_tokens, batch.past) // parts)
+    act, kv = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
+    seen = -(-sum(n * cache_read(a, new, past) for n, new, past in batch.rows) // parts)
+    scored = -(-sum(n * pairs(a, new, past) for n, new, past in batch.rows) // parts)
     tokens = batch.tokens
     values = a.v_head_dim or a.head_dim
     if a.kind == "mla" and batch.phase == "decode":

@@ -124,8 +124,9 @@ def _rank_forward(placement: Placement, c: Context, rank_class: RankClass, own: 
     out.emit(embedding_ops(c, own.ends) if stage.index == 0 else stage_hand_off(c, "recv", stage.index - 1))
     for layer, kind in own.kinds.items():
         out.emit(layer_ops(c, kind), layer)
+    sampled = c.batch.sequences if c.batch.sampled is None else c.batch.sampled
     if stage.index == last:
-        out.emit(head_ops(placement, c, own.ends, sampled=c.batch.sequences))
+        out.emit(head_ops(placement, c, own.ends, sampled) if sampled else ())
     else:
         out.emit(stage_hand_off(c, "send", stage.index + 1))
 
@@ -181,6 +182,8 @@ def head_ops(placement: Placement, c: Context, ends: Sequence[Shard], sampled: i
         return ops
     if c.sp:
         ops += c.enter("head input")
+    if c.dealt and c.batch.phase == "prefill":
+        ops += collective("all_reduce", "sampled rows", "cp", c.layout.cp, (sampled, c.hidden), c.dtype)
     ops.append(c.product(p, sampled))
     if c.layout.tp > 1 and p.n < placement.spec.vocab:
         # Backends gather equal shapes: of a vocabulary dealt unevenly every piece travels as long as the longest.

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from meshwright.plan.cores import Batch, attention_core, indexer_core, recurrent_core
+from meshwright.moves.context import rows
+from meshwright.plan.context_ops import attention_ops, cached_rows
+from meshwright.plan.cores import Batch, recurrent_core
 from meshwright.plan.products import OUT_OPS, Kind, Product
-from meshwright.plan.wire import Op, Shape, Ways, collective, compute, hand_off
+from meshwright.plan.wire import Op, Shape, Ways, collective, compute
 from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import Attention, Moe, Recurrent
@@ -58,8 +60,15 @@ class Context:
     @property
     def tokens(self) -> int:
         """T: tokens of this rank's batch (a prompt is dealt over cp; a decode step is not)."""
-        split = self.layout.cp if self.batch.phase != "decode" else 1
-        return parts(self.batch.tokens, split)
+        cp = self.layout.cp if self.batch.phase != "decode" else 1
+        if self.dealt:
+            return sum(count * rows(new, cp) for count, new, _ in self.batch.rows)
+        return parts(self.batch.tokens, cp)
+
+    @property
+    def dealt(self) -> bool:
+        """Prompts and cache are dealt over cp as in ``moves.context``."""
+        return self.ways.context_dealt and self.layout.cp > 1 and self.batch.phase != "forward"
 
     @property
     def held_tokens(self) -> int:
@@ -158,7 +167,7 @@ def mixer_ops(c: Context, kind: Kind) -> list[Op]:
         if isinstance(mixer, Attention):
             absorbed = [_absorbed(c, mixer, p) for p in latent]
             ops += [keys for keys, _ in absorbed]
-            ops += _attention(c, kind, mixer)
+            ops += attention_ops(c, kind, mixer)
             ops += [values for _, values in absorbed]
         else:
             ops.append(recurrent_core(mixer, _recurrent_heads(kind, mixer), _local(c), c.dtype))
@@ -180,7 +189,7 @@ def _recurrent_heads(kind: Kind, r: Recurrent) -> int:
 def _mixer_tokens(c: Context, mixer: Attention | Recurrent, p: Product) -> int:
     """T, but MLA unfolds keys and values of the whole context while it prefills."""
     if p.op == "kv_b" and c.batch.phase == "prefill":
-        return c.tokens + c.batch.sequences * c.batch.past
+        return cached_rows(c) if c.dealt else c.tokens + c.batch.cached
     return c.tokens
 
 
@@ -198,54 +207,6 @@ def _absorbed(c: Context, a: Attention, p: Product) -> tuple[Op, Op]:
         return compute("matmul", f"{p.name} {side}", shapes, p.dtype, moved, 2 * t * heads * k * n)
 
     return each("keys", nope, rank, nope), each("values", rank, value, value)
-
-
-def _attention(c: Context, kind: Kind, a: Attention) -> list[Op]:
-    """The core with the collectives of context parallelism around it."""
-    heads, kv_heads = kind.units.get("heads", a.heads), kind.units.get("kv_heads", a.kv_heads)
-    index_heads = kind.units.get("index_heads", a.indexer.heads if a.indexer else 0)
-    ops = indexer_core(a, index_heads, c.batch, c.dtype)
-    values = a.v_head_dim or a.head_dim
-    if c.layout.dcp > 1 and c.batch.phase != "forward":
-        return ops + _decode_context(c, a, heads, kv_heads, values)
-    cp = c.layout.cp if c.batch.phase != "decode" else 1
-    if cp == 1:
-        return [*ops, attention_core(a, heads, kv_heads, c.batch, c.kv_dtype, c.dtype, 1)]
-    core = attention_core(a, heads, kv_heads, c.batch, c.kv_dtype, c.dtype, cp)
-    latent = a.kind == "mla"
-    kv_shape = (c.tokens, a.kv_lora_rank + a.rope_head_dim) if latent else (c.tokens, kv_heads, a.head_dim + values)
-    if c.ways.context == "all_gather":
-        return [*ops, *collective("all_gather", "K and V", "cp", cp, kv_shape, c.dtype), core]
-    if c.ways.context == "ring":
-        moves = [hand_off(op, "K and V block", "cp", -1, kv_shape, c.dtype, cp - 1) for op in ("send", "recv")]
-        return [*ops, *(m._replace(peer=None) for m in moves), core]
-    shapes = {"Q": (heads, a.head_dim), "K": (kv_heads, a.head_dim), "V": (kv_heads, values)}
-    for name, (n, width) in shapes.items():
-        ops += collective("all_to_all", f"{name} heads", "cp", cp, (c.tokens, n, width), c.dtype)
-    return [*ops, core, *collective("all_to_all", "output heads", "cp", cp, (c.tokens, heads, values), c.dtype)]
-
-
-def _decode_context(c: Context, a: Attention, heads: int, kv_heads: int, values: int) -> list[Op]:
-    """Decode context parallel (vLLM ``--dcp-comm-backend ag_rs``): the cache is dealt over dcp ranks inside tp.
-
-    Queries of all dcp ranks are gathered, every rank attends to its part of the cache with all of them, the log
-    sums (fp32) are gathered and the corrected outputs reduce_scattered over heads. While MLA prefills without a
-    past nothing moves, with one the cached latents are gathered.
-    """
-    dcp, t = c.layout.dcp, c.tokens
-    if a.kind == "mla" and c.batch.phase == "prefill":
-        core = attention_core(a, heads, 1, c.batch, c.kv_dtype, c.dtype, 1)
-        part = (parts(c.batch.sequences * c.batch.past, dcp), a.kv_lora_rank + a.rope_head_dim)
-        return [*collective("all_gather", "cached latents", "dcp", dcp, part, c.dtype), core]
-    mla = a.kind == "mla"
-    width = a.kv_lora_rank + a.rope_head_dim if mla else a.head_dim
-    out = a.kv_lora_rank if mla else values
-    return [
-        *collective("all_gather", "queries", "dcp", dcp, (t, heads, width), c.dtype),
-        attention_core(a, heads * dcp, kv_heads, c.batch, c.kv_dtype, c.dtype, dcp),
-        *collective("all_gather", "log sums", "dcp", dcp, (t, heads * dcp), "f32"),
-        *collective("reduce_scatter", "outputs", "dcp", dcp, (t, heads * dcp, out), c.dtype),
-    ]
 
 
 def ffn_ops(c: Context, kind: Kind) -> list[Op]:

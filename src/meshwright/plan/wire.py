@@ -50,6 +50,9 @@ class Ways:
         moe_tp_slices: with experts over tp and dp, each tp rank dispatches 1/tp of the tokens and the result is
             all_gathered over tp (vLLM ``use_sequence_parallel_moe``); else every tp rank sends all of them.
         context: ``ring`` of K and V blocks, ``ulysses`` (all_to_all of heads), or ``all_gather`` of K and V.
+        context_dealt: every prompt is dealt over cp in 2 cp equal chunks (``moves.context``), and so is the cache: in a
+            decode step every cp rank computes all tokens, attends to its part of the cache, and the outputs with
+            their log-sums are all_gathered.
         sp_gathers_again: with sequence parallelism the backward gathers the sharded inputs once more for the
             weight gradient (Megatron; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
     """
@@ -60,6 +63,7 @@ class Ways:
     experts: Literal["all_to_all", "allgather_reducescatter"] = "all_to_all"
     moe_tp_slices: bool = True
     context: Literal["ring", "ulysses", "all_gather"] = "ring"
+    context_dealt: bool = False
     sp_gathers_again: bool = False
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,9 @@ def predict(request: Request) -> Ledger:
     for dp in range(layout.dp) if unequal else (0,):
         entries = list(replica_entries(placement, request, lengths[dp]))
         for cp in places:
-            ledger.entries += numbered(entries, cp, layout.cp, lambda known, dp=dp, cp=cp: name(known, dp, cp))
+            ledger.entries += (
+                replace(e, rank_class=name(e.rank_class, dp, cp)) for e in numbered(entries, cp, layout.cp)
+            )
             for c in placement.classes:
                 own, sizes = name(c.name, dp, cp), placement.weight_bytes_by_role(c.coordinate)
                 ledger.holdings += [Holding(own, "weights", role, size, "exact") for role, size in sizes.items()]
@@ -148,7 +150,7 @@ def replica_entries(placement: Placement, request: Request, lengths: Sequence[in
             yield replace(entry, step=step, microbatch=microbatch)
 
 
-def numbered(entries: Iterable[Entry], place: int, cp: int, name: Callable[[str], str]) -> Iterator[Entry]:
+def numbered(entries: Iterable[Entry], place: int, cp: int) -> Iterator[Entry]:
     """Entries as of one place on cp: numbered within their streams, with its neighbours on the ring as peers."""
     seq: dict[tuple[str, str], int] = {}
     for entry in entries:
@@ -158,7 +160,7 @@ def numbered(entries: Iterable[Entry], place: int, cp: int, name: Callable[[str]
         peer = entry.peer
         if entry.group == "cp" and entry.op in HAND_OFFS:
             peer = neighbours(cp, place)[entry.op == "recv"]
-        yield replace(entry, rank_class=name(entry.rank_class), seq=number, peer=peer)
+        yield replace(entry, seq=number, peer=peer)
 
 
 def kv_bytes(placement: Placement, rank: int, request: Request, lengths: Sequence[int]) -> int:

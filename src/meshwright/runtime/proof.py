@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from meshwright.ledger.schema import Ledger
+from meshwright.moves.context import NOWHERE, Piece, decoded_at, keys, pieces_of
 from meshwright.specs.placement import Coordinate, Placement
 from meshwright.specs.shares import part
 
@@ -30,6 +32,7 @@ class ProofJob:
     Attributes:
         folder: checkpoint. placement: of its model.
         prompts: token ids. new_tokens, block_size, micro_batches, dtype: of the generation.
+        chunk: most prompt tokens of one sequence in a pass; None: the whole prompt.
         numbers: file of the reference. A run with ``reference`` writes it, the others hold theirs against it.
         reference: one process, not recorded.
         mutation: name of a planted mistake.
@@ -45,6 +48,7 @@ class ProofJob:
     micro_batches: int | None = None
     reference: bool = False
     mutation: str | None = None
+    chunk: int | None = None
 
 
 @dataclass(slots=True)
@@ -120,6 +124,7 @@ def run_proof(rank: int, job: ProofJob) -> RankProof:
             job.prompts,
             job.new_tokens,
             micro_batches=job.micro_batches,
+            chunk=job.chunk,
             block_size=job.block_size,
             keep_logits=True,
         )
@@ -155,7 +160,7 @@ def keep_cache(decoder: Decoder) -> dict[str, Tensor]:
             for layer in made.k:
                 pair = made.read(layer, table, made.tables.lengths[sequence])
                 for name, x in zip("kv", pair, strict=True):
-                    kept[f"{sequence}/{layer}/{name}"] = x.float().cpu().clone()
+                    kept[f"{sequence}/{layer}/{name}"] = x[made.filled(sequence)].float().cpu().clone()
             release(sequence)
 
         made.tables.release = keep  # type: ignore[method-assign]
@@ -168,15 +173,29 @@ def keep_cache(decoder: Decoder) -> dict[str, Tensor]:
 def hold_cache(
     out: Farthest, job: ProofJob, at: Coordinate, kept: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 ) -> None:
-    """Hold a rank's keys and values against the reference: of its layers by the placement, its KV heads of each."""
+    """Hold a rank's keys and values against the reference: of its layers by the placement, its KV heads of each, and
+    of the tokens those that ``moves.context`` deals it.
+    """
     low, high = part(len(job.prompts), job.placement.layout.dp, at.dp)
     heads = kv_heads(job.placement, at)
     for prompt in range(low, high):
+        tokens = cached_positions(len(job.prompts[prompt]), job, at.cp)
         for layer in job.placement.stages[at.pp].layers:
             for name in "kv":
-                other = reference[f"{prompt}/{layer}/{name}"][:, slice(*heads)]
+                other = reference[f"{prompt}/{layer}/{name}"][tokens][:, slice(*heads)]
                 ours = kept.get(f"{prompt}/{layer}/{name}", other[:0])
                 out.hold(ours, other, f"prompt {prompt}, layer {layer}, {'keys' if name == 'k' else 'values'}")
+
+
+def cached_positions(length: int, job: ProofJob, place: int) -> list[int]:
+    """Positions of a prompt and its new tokens whose keys a place of cp caches, in the order of its cache."""
+    cp, end = job.placement.layout.cp, length + job.new_tokens - 1
+    if cp == 1:
+        return list(range(end))
+    lengths = pieces_of(length, job.chunk)
+    pieces = [Piece(start - n, n) for n, start in zip(lengths, accumulate(lengths), strict=True)]
+    prompt = [at for at in keys(pieces, cp, place) if at != NOWHERE]
+    return prompt + [at for at in range(length, end) if decoded_at(at, cp) == place]
 
 
 def kv_heads(placement: Placement, at: Coordinate) -> tuple[int, int]:

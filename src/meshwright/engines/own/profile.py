@@ -24,6 +24,7 @@ OWN = EngineProfile(
     uneven_tp=True,
     ep_over=("dp", "cp", "tp"),
     moe_tp_over=("tp",),
+    constants={"wire_context_dealt": True},
 )
 
 #: Profiles by the short version, newest first.

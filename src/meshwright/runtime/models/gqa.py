@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshwright.runtime.models.attention import Scores, attend
+from meshwright.runtime.models.attention import Scores
 from meshwright.runtime.models.parts import LayerWeights, Linear, Norm, Step
 from meshwright.runtime.models.rope import turn
 from meshwright.runtime.models.settings import Settings
@@ -48,8 +48,8 @@ class GroupedQuery:
         if self.qk_norms is not None:
             q, k = self.qk_norms[0](q), self.qk_norms[1](k)
         turned = step.turned[self.rope]
-        step.cache.write(self.layer, step.batch.slots_T, turn(k, *turned), v)
-        a_TH = attend(turn(q, *turned), self.layer, step.batch, step.cache, self.how)
+        step.cache.write(self.layer, step.batch.slots_T, *step.batch.stored(turn(k, *turned), v))
+        a_TH = step.attend(turn(q, *turned), self.layer, step.batch, step.cache, self.how)
         return self.edges.leave(self.o.partial(a_TH), "mixer output", self.o.bias)
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.errors import InputError
+from meshwright.runtime.models.attention import Scores, attend
 from meshwright.runtime.serve.cache import Batch, PagedCache
 from meshwright.specs.placement import Shard
 
@@ -23,6 +24,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 #: Cosine and sine of the positions of a pass.
 Turned = tuple[Tensor, Tensor]
 
+#: Attention over the cache: queries ``(T, H, d)``, layer, pass, cache and scores in, ``(T, H v)`` out.
+Attend = Callable[[Tensor, int, Batch, PagedCache, Scores], Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -31,11 +35,13 @@ class Step:
     Attributes:
         batch: its tokens. cache: of this rank.
         turned: ``Decoder.rotary``: one pair for every kind of rotary positions of the model.
+        attend: attention of this rank, or of all ranks of cp.
     """
 
     batch: Batch
     cache: PagedCache
     turned: tuple[Turned, ...]
+    attend: Attend = attend
 
 
 class Part(Protocol):

@@ -228,11 +228,11 @@ def check_runnable(spec: ModelSpec, layout: Layout) -> None:
                 f"{spec.name}: layer {number} is not attention with a gated MLP or experts, which the runtime runs"
             )
     _check_experts(spec, layout)
-    unknown = [n for n in ("cp", "dcp", "virtual") if getattr(layout, n) > 1]
+    unknown = [n for n in ("dcp", "virtual") if getattr(layout, n) > 1]
     unknown += ["zero"] if layout.zero else []
     if unknown:
         raise IllegalLayoutError(
-            f"layout {layout}: the runtime does not execute {', '.join(unknown)} yet; use tp, pp, dp and ep"
+            f"layout {layout}: the runtime does not execute {', '.join(unknown)} yet; use tp, sp, pp, dp, cp and ep"
         )
 
 
