@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from meshwright.ledger.lanes import Lane, Lanes, first_difference, ints
 
@@ -44,7 +45,6 @@ class Divergence:
         known_before: the guilty's call occurs in the history of the others.
         usual: the others' call is what followed before, too.
         by_stack: only stacks show it.
-        completed: all members that were seen completed the call at ``seq`` (filled by nobody but ``hang``).
     """
 
     kind: str
@@ -112,7 +112,7 @@ def _lines_differ_only(right: Lane, odd: Lane, seq: int) -> bool:
 
 
 def _follows(history: Sequence[tuple[int, int]], before: tuple[int, int], after: tuple[int, int]) -> bool:
-    return any(a == before and b == after for a, b in zip(history, history[1:], strict=False))
+    return any(a == before and b == after for a, b in pairwise(history))
 
 
 def _jump(right: Lane, odd: Lane, seq: int, stacks: bool) -> tuple[str, bool, bool]:

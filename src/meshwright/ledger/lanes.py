@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -18,55 +19,92 @@ class Kind(Protocol):
     """What a call is (``doctor.incident.Signature``)."""
 
     @property
-    def op(self) -> str: ...
+    def op(self) -> str:
+        """Operation."""
+
     @property
-    def shapes_in(self) -> tuple[tuple[int, ...], ...]: ...
+    def shapes_in(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what enters."""
+
     @property
-    def shapes_out(self) -> tuple[tuple[int, ...], ...]: ...
+    def shapes_out(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what comes out."""
+
     @property
-    def dtype(self) -> str | None: ...
+    def dtype(self) -> str | None:
+        """Element type."""
+
     @property
-    def peer(self) -> int | None: ...
+    def peer(self) -> int | None:
+        """Place of the other side or root."""
+
     @property
-    def splits(self) -> tuple[int, ...] | None: ...
+    def splits(self) -> tuple[int, ...] | None:
+        """Elements to every place."""
 
 
 class Counters(Protocol):
     """Last call issued and completed of one rank in one group; None unknown."""
 
     @property
-    def enqueued(self) -> int | None: ...
+    def enqueued(self) -> int | None:
+        """Order number of the last call issued."""
+
     @property
-    def completed(self) -> int | None: ...
+    def completed(self) -> int | None:
+        """Order number of the last call completed."""
 
 
 class Rows(Protocol):
     """The calls of one rank as columns of equal length (``doctor.incident.Trace``)."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Global rank."""
+
     @property
-    def group(self) -> array[int]: ...
+    def group(self) -> array[int]:
+        """Number of the group."""
+
     @property
-    def signature(self) -> array[int]: ...
+    def signature(self) -> array[int]:
+        """Number of what is called."""
+
     @property
-    def stack(self) -> array[int]: ...
+    def stack(self) -> array[int]:
+        """Number of where from, -1 unknown."""
+
     @property
-    def seq(self) -> array[int]: ...
+    def seq(self) -> array[int]:
+        """Order number within the group."""
+
     @property
-    def record(self) -> array[int]: ...
+    def record(self) -> array[int]:
+        """Order number within the rank."""
+
     @property
-    def state(self) -> array[int]: ...
+    def state(self) -> array[int]:
+        """State of the call."""
+
     @property
-    def p2p(self) -> array[int]: ...
+    def p2p(self) -> array[int]:
+        """1 for a hand-off."""
+
     @property
-    def status(self) -> Mapping[int, Counters]: ...
+    def status(self) -> Mapping[int, Counters]:
+        """Counters by group."""
+
     @property
-    def settled(self) -> bool: ...
+    def settled(self) -> bool:
+        """Whether states tell completion."""
+
     @property
-    def active_only(self) -> bool: ...
+    def active_only(self) -> bool:
+        """Whether completed calls are left out."""
+
     @property
-    def stale(self) -> bool: ...
+    def stale(self) -> bool:
+        """Whether the dump ends early."""
 
 
 class Lane(NamedTuple):
@@ -167,7 +205,7 @@ class Lanes:
         kinds = [signature[i] for i in places]
         stacks = [stack[i] for i in places]
         calls = [number[k] for k in kinds]
-        if seqs[-1] - seqs[0] != len(seqs) - 1 or any(b - a != 1 for a, b in zip(seqs, seqs[1:], strict=False)):
+        if seqs[-1] - seqs[0] != len(seqs) - 1 or any(b - a != 1 for a, b in pairwise(seqs)):
             seqs, calls, kinds, stacks = self._mended(seqs, calls, kinds, stacks)
         lane = Lane(seqs[0], array("i", calls).tobytes(), array("i", kinds).tobytes(), array("i", stacks).tobytes())
         return self._kept.setdefault(lane, lane)

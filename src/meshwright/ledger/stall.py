@@ -196,11 +196,16 @@ class _Work:
         rows = self.ranks[rank]
         doubtful = getattr(rows, "backend", "") != "nccl"
         for row, state in enumerate(rows.state):
-            if state not in (COMPLETED, UNKNOWN):
+            undone = state not in (COMPLETED, UNKNOWN)
+            checked = doubtful and not undone and not rows.p2p[row] and self._is_collective(rows, row)
+            if undone or (checked and self._absent_of(rows, row)):
                 yield row
-            elif doubtful and not rows.p2p[row] and self.kinds[rows.signature[row]].op not in ONE_SIDED:
-                if self._absent(rows.group[row], rows.seq[row])[0]:
-                    yield row
+
+    def _is_collective(self, rows: Rows, row: int) -> bool:
+        return self.kinds[rows.signature[row]].op not in ONE_SIDED
+
+    def _absent_of(self, rows: Rows, row: int) -> tuple[int, ...]:
+        return self._absent(rows.group[row], rows.seq[row])[0]
 
     def find_pending(self) -> None:
         for rank in sorted(self.ranks):

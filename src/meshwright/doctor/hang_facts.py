@@ -1,0 +1,345 @@
+"""Findings from what logs, metrics and stacks say: deaths, counters of the watchdog, reports of torch itself."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from meshwright.doctor.advice import ADVICE
+from meshwright.doctor.findings import Finding, ranks_text
+from meshwright.doctor.incident import Fact, Frame, Incident, user_frame
+from meshwright.doctor.view import site_of
+
+#: Errors that only say that another rank went first or that the wait was given up.
+_FOLLOWS = re.compile(
+    r"closed by peer|reset by peer|broken pipe|timed out|timeout|NCCL communicator was aborted|DistBackendError|"
+    r"NCCL error|ncclRemoteError|ncclInternalError|ProcessGroup|ChildFailedError|SIGTERM|SIGABRT|SignalException|"
+    r"KeyboardInterrupt|TCPStore|Watchdog|CollectiveFingerPrint|monitoredBarrier",
+    re.IGNORECASE,
+)
+_LOOSE_NAMES = ("NCCL_", "nccl", "torch", "cuda", "driver")
+
+
+def follows(fact: Fact) -> bool:
+    """Whether an error is a consequence of another rank's trouble."""
+    return bool(fact.data.get("consequence")) or (fact.kind == "exception" and _FOLLOWS.search(fact.text) is not None)
+
+
+def _frames(fact: Fact) -> list[Frame]:
+    rows = fact.data.get("frames")
+    return [Frame(*row) for row in rows if len(row) == 3] if isinstance(rows, list) else []
+
+
+def _time(fact: Fact) -> float:
+    return fact.at if fact.at is not None else 1e18
+
+
+def deaths(incident: Incident) -> list[Finding]:
+    """Ranks that ended by themselves, with the first error of each; the earliest is the cause of all."""
+    first: dict[int | None, Fact] = {}
+    order = {"oom": 0, "exception": 1, "xid": 2, "killed": 3}
+    for fact in incident.facts:
+        if fact.kind not in order or follows(fact) or fact.data.get("cut"):
+            continue
+        held = first.get(fact.rank)
+        if held is None or (_time(fact), order[fact.kind], fact.source) < (_time(held), order[held.kind], held.source):
+            first[fact.rank] = fact
+    if len(first) > 1:
+        first.pop(None, None)
+    facts = sorted(first.values(), key=lambda f: (_time(f), -1 if f.rank is None else f.rank))
+    if not facts:
+        return []
+    cause = facts[0]
+    together = [f for f in facts if f.rank is not None and _same_moment(cause, f)]
+    return [_death(cause, together or [cause], incident, facts)]
+
+
+def _same_moment(a: Fact, b: Fact) -> bool:
+    if a.at is None or b.at is None:
+        return a.at is b.at and (a is b or a.text == b.text)
+    return abs(a.at - b.at) <= 1.0 and a.text[:60] == b.text[:60]
+
+
+def _death(cause: Fact, together: Sequence[Fact], incident: Incident, facts: Sequence[Fact]) -> Finding:
+    ranks = tuple(sorted({f.rank for f in together if f.rank is not None}))
+    how = {"oom": "ran out of memory", "killed": "was killed", "exception": "raised", "xid": "lost its device"}[
+        cause.kind
+    ]
+    signal = cause.data.get("signal")
+    if cause.kind == "killed" and isinstance(signal, str):
+        how = f"was killed by {signal}"
+    site = site_of(user_frame(_frames(cause)))
+    who = ranks_text(ranks) if ranks else "a process whose rank is not known"
+    echoes = [f"{f.text} ({f.source})" for f in incident.facts if f.rank not in ranks and follows(f)]
+    echoes += [f"{f.text} ({f.source})" for f in facts if f not in together]
+    unknown = () if ranks else ("which rank the process was; keep one log a rank, or torchrun's --log-dir",)
+    everyone = set(incident.traces) | {f.rank for f in incident.facts if f.rank is not None}
+    return Finding(
+        "dead_rank",
+        ranks,
+        tuple(sorted(everyone - set(ranks))),
+        site,
+        cause.at,
+        "high" if ranks and (cause.at is not None or len(facts) == len(together)) else "medium" if ranks else "low",
+        f"{who} {how}: {cause.text}",
+        tuple(f"{f.text} ({f.source})" for f in together[:8]),
+        unknown,
+        ADVICE["dead_rank"],
+        consequences=tuple(echoes[:12]),
+    )
+
+
+def reported(incident: Incident) -> list[Finding]:
+    """What torch itself, RAS or a monitor names outright."""
+    out: list[Finding] = []
+    barrier = _named(incident.facts, "missing_at_barrier")
+    if barrier:
+        out.append(_plain("host_stuck", barrier, "did not come to a monitored barrier", incident, "high"))
+    desync = [f for f in incident.facts if f.kind == "desync_report"]
+    if desync:
+        out += _desync(desync, incident)
+    prints = [f for f in incident.facts if f.kind == "fingerprint_mismatch"]
+    if prints:
+        out += _fingerprints(prints, incident)
+    hung = sorted({f.rank for f in incident.facts if f.kind == "metric" and f.data.get("hung") and f.rank is not None})
+    if hung:
+        out.append(_hung(hung, incident))
+    return out
+
+
+def _named(facts: Iterable[Fact], kind: str) -> tuple[int, ...]:
+    rows = (f.data.get("ranks") for f in facts if f.kind == kind)
+    return tuple(sorted({r for row in rows if isinstance(row, list) for r in row}))
+
+
+def _plain(kind: str, ranks: tuple[int, ...], what: str, incident: Incident, confidence: str) -> Finding:
+    source = [f"{f.text} ({f.source})" for f in incident.facts if f.kind in {"missing_at_barrier", "desync_report"}]
+    return Finding(
+        kind, ranks, (), None, None, confidence, f"{ranks_text(ranks)} {what}", tuple(source[:4]), (), ADVICE[kind]
+    )
+
+
+def _desync(facts: list[Fact], incident: Incident) -> list[Finding]:
+    joined = {r for f in facts if f.data.get("joined") for r in _list(f.data.get("ranks"))}
+    behind = tuple(sorted({r for f in facts if not f.data.get("joined") for r in _list(f.data.get("ranks"))} - joined))
+    if not behind:
+        return []
+    return [_plain("host_stuck", behind, "finished the call before and did not join the next", incident, "high")]
+
+
+def _list(value: object) -> list[int]:
+    return [n for n in value if isinstance(n, int)] if isinstance(value, list) else []
+
+
+def _fingerprints(facts: list[Fact], incident: Incident) -> list[Finding]:
+    """Fingerprints that disagree (TORCH_DISTRIBUTED_DEBUG=DETAIL): the majority over all messages decides."""
+    calls: dict[int, tuple[object, ...]] = {}
+    for fact in facts:
+        sides = fact.data.get("sides")
+        for side in sides if isinstance(sides, list) else ():
+            if isinstance(side, dict) and isinstance(side.get("rank"), int):
+                calls[side["rank"]] = (side.get("op"), tuple(_list(side.get("shape"))), side.get("dtype"))
+    found = _minority(calls)
+    if found is None:
+        return []
+    guilty, usual, clear = found
+    odd = calls[guilty[0]]
+    kind = "wrong_op" if odd[0] != usual[0] else "wrong_shape" if odd[1] != usual[1] else "wrong_dtype"
+    text = f"{ranks_text(guilty)} called {_words(odd)}, the others {_words(usual)}"
+    return [
+        Finding(
+            kind,
+            guilty,
+            (),
+            None,
+            None,
+            "high" if clear and len(calls) > 2 else "low",
+            text,
+            tuple(f"{f.text} ({f.source})" for f in facts[:4]),
+            (),
+            ADVICE[kind],
+        )
+    ]
+
+
+def _words(call: tuple[object, ...]) -> str:
+    return " ".join(str(part) for part in call if part not in (None, ()))
+
+
+def _minority(calls: dict[int, tuple[object, ...]]) -> tuple[tuple[int, ...], tuple[object, ...], bool] | None:
+    """Ranks whose call differs from most, and that call; None when all agree."""
+    order = sorted(Counter(calls.values()).items(), key=lambda item: (-item[1], str(item[0])))
+    if len(order) < 2:
+        return None
+    usual = order[0][0]
+    return tuple(sorted(r for r, c in calls.items() if c != usual)), usual, order[0][1] > order[1][1]
+
+
+def _hung(ranks: list[int], incident: Incident) -> Finding:
+    known = {f.rank for f in incident.facts if f.kind == "metric" and f.rank is not None}
+    every = len(ranks) == len(known)
+    text = f"the monitor reports {ranks_text(ranks)} as hung" + (
+        f", all of {len(known)}" if every else f" of {len(known)}"
+    )
+    return Finding(
+        "all_arrived" if every else "unknown",
+        (),
+        tuple(ranks),
+        None,
+        None,
+        "low",
+        text,
+        tuple(f"{f.text} ({f.source})" for f in incident.facts if f.data.get("hung"))[:8],
+        ("a monitor says who hangs, not who is to blame; dumps or stacks of all ranks",),
+        ADVICE["all_arrived" if every else "unknown"],
+        None if every else f"the silent {ranks_text(sorted(known - set(ranks)))} may be what the others wait for",
+    )
+
+
+def counters(incident: Incident) -> list[Finding]:
+    """Without dumps: the rank whose counters in the logs are behind, or whose call differs, is the one waited for."""
+    last: dict[str, dict[int, int]] = {}
+    calls: dict[tuple[str, int], dict[int, tuple[object, ...]]] = {}
+    sources: dict[int, Fact] = {}
+    ordered = sorted(incident.facts, key=lambda f: (_time(f), f.source))
+    for fact in ordered:
+        if fact.rank is None or fact.kind not in {"watchdog_timeout", "pg_status", "dump_signal"}:
+            continue
+        group = str(fact.data.get("group_name", fact.data.get("group", "")))
+        enqueued, seq = fact.data.get("last_enqueued"), fact.data.get("seq")
+        if isinstance(enqueued, int):
+            last.setdefault(group, {}).setdefault(fact.rank, enqueued)
+            sources.setdefault(fact.rank, fact)
+        if fact.kind == "watchdog_timeout" and isinstance(seq, int):
+            call = (fact.data.get("op"), fact.data.get("numel_in"), fact.data.get("numel_out"))
+            calls.setdefault((group, seq), {}).setdefault(fact.rank, call)
+            sources[fact.rank] = fact
+            held = last.setdefault(group, {})
+            held[fact.rank] = max(held.get(fact.rank, -1), seq)
+    _join_unnamed(last)
+    behind = _behind(last, calls, sources)
+    return behind or _differing(calls, sources)
+
+
+def _join_unnamed(last: dict[str, dict[int, int]]) -> None:
+    """Lines without a group are of the default group when only one other is named."""
+    named = [g for g in last if g]
+    if "" in last and len(named) == 1:
+        for rank, value in last.pop("").items():
+            last[named[0]].setdefault(rank, value)
+
+
+def _behind(
+    last: dict[str, dict[int, int]],
+    calls: dict[tuple[str, int], dict[int, tuple[object, ...]]],
+    sources: dict[int, Fact],
+) -> list[Finding]:
+    for group, counts in sorted(last.items()):
+        timed = [seq for g, seq in calls if g in {group, ""}]
+        if len(counts) < 2 or not timed:
+            continue
+        first = min(timed)
+        ranks = tuple(sorted(r for r, n in counts.items() if n < first))
+        if not ranks or len(ranks) * 2 > len(counts):
+            continue
+        ahead = tuple(sorted(r for r, n in counts.items() if n >= first))
+        waited = next(iter(calls.get((group, first), calls.get(("", first), {})).values()), ("a call",))
+        kind = "host_stuck"
+        times = [f.at for r in ahead if (f := sources[r]).at is not None]
+        return [
+            Finding(
+                kind,
+                ranks,
+                ahead,
+                None,
+                min((t for t in times if t is not None), default=None),
+                "high" if len(ahead) > len(ranks) else "medium",
+                f"{ranks_text(ranks)} never entered {waited[0]} #{first} of {group or 'its group'}",
+                tuple(f"{sources[r].text} ({sources[r].source})" for r in (*ranks[:3], *ahead[:2])),
+                ("no dumps: only counters tell", f"where {ranks_text(ranks)} stands: take its stack"),
+                ADVICE[kind],
+                None,
+                group or None,
+                first,
+                str(waited[0]),
+            )
+        ]
+    return []
+
+
+def _differing(calls: dict[tuple[str, int], dict[int, tuple[object, ...]]], sources: dict[int, Fact]) -> list[Finding]:
+    for (group, seq), by_rank in sorted(calls.items(), key=lambda item: item[0][1]):
+        compared = {r: c for r, c in by_rank.items() if c[0] != "all_to_all"}
+        found = _minority(compared)
+        if found is None:
+            continue
+        guilty, usual, clear = found
+        odd = compared[guilty[0]]
+        kind = "wrong_op" if odd[0] != usual[0] else "wrong_shape"
+        waiting = tuple(sorted(set(by_rank) - set(guilty)))
+        return [
+            Finding(
+                kind,
+                guilty if clear else tuple(sorted(compared)),
+                waiting,
+                None,
+                sources[guilty[0]].at,
+                "medium" if clear else "low",
+                f"call #{seq} is {odd[0]} of {odd[1]} elements on {ranks_text(guilty)}, "
+                f"{usual[0]} of {usual[1]} elsewhere",
+                tuple(f"{sources[r].text} ({sources[r].source})" for r in (*guilty[:3], *waiting[:2])),
+                ("no dumps: a skipped or extra call before this one would look the same",),
+                ADVICE[kind],
+                "a skipped or extra call shifted the numbering",
+                group or None,
+                seq,
+                str(odd[0]),
+            )
+        ]
+    return []
+
+
+def environments(incident: Incident) -> list[Finding]:
+    """Versions or NCCL variables that differ between ranks."""
+    values: dict[str, dict[str, set[int]]] = {}
+    for fact in incident.facts:
+        name, value = fact.data.get("name"), fact.data.get("value")
+        if fact.kind != "env" or fact.rank is None or fact.data.get("per_process"):
+            continue
+        if isinstance(name, str) and name.startswith(_LOOSE_NAMES):
+            values.setdefault(name, {}).setdefault(str(value), set()).add(fact.rank)
+    out = []
+    for rank, trace in incident.traces.items():
+        for key in ("comm_lib_version", "nccl_version"):
+            if trace.meta.get(key):
+                values.setdefault("NCCL version", {}).setdefault(trace.meta[key], set()).add(rank)
+    for name, by_value in sorted(values.items()):
+        if len(by_value) < 2:
+            continue
+        order = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[0]))
+        clear = len(order[0][1]) > len(order[1][1])
+        guilty = tuple(sorted(r for _, ranks in order[1:] for r in ranks - order[0][1])) if clear else ()
+        listed = "; ".join(f"{v} on {ranks_text(sorted(r))}" for v, r in order[:6])
+        out.append(
+            Finding(
+                "environment_mismatch",
+                guilty,
+                (),
+                None,
+                None,
+                "medium" if clear else "low",
+                f"{name} differs between ranks: {listed}",
+                (listed,),
+                ("whether it is the cause: a difference of settings alone does not prove it",),
+                ADVICE["environment_mismatch"],
+            )
+        )
+    return out
+
+
+def hints(incident: Incident) -> list[str]:
+    """Lines of NCCL and the system that point at network, shared memory or devices, for ``all_arrived``."""
+    kinds = {"nccl_warn", "shm", "xid", "heartbeat", "engine_wait", "rendezvous"}
+    found = [f for f in incident.facts if f.kind in kinds or (f.kind == "nccl_info" and f.data.get("hint"))]
+    return [f"{f.text} ({f.source})" for f in sorted(found, key=lambda f: (f.kind != "nccl_warn", f.source))[:12]]

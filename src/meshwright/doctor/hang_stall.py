@@ -1,0 +1,350 @@
+"""Findings from who waits for whom: ranks that never entered, devices that stand still, cycles, nobody missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from meshwright.doctor.advice import ADVICE
+from meshwright.doctor.findings import Finding, ranks_text
+from meshwright.doctor.hang_programs import Deviation, deviation
+from meshwright.doctor.incident import SCHEDULED, STARTED, Fact, Frame, user_frame
+from meshwright.doctor.view import View, site_of
+from meshwright.ledger.stall import Pending
+
+#: Functions at the innermost frames of a host that waits for its own device.
+_DEVICE_WAITS = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cuStreamSynchronize",
+    "synchronize",
+    "item",
+    "_local_scalar_dense",
+    "cpu",
+    "tolist",
+    "hipStreamSynchronize",
+)
+#: Calls behind which a member must lie to be believed rather than the moment at which dumps were taken.
+_LAG = 1
+
+
+def stack_of(view: View, rank: int) -> tuple[list[Frame], Fact | None]:
+    """Stack of a rank's main thread from py-spy, faulthandler or the like; empty when none was taken."""
+    for fact in view.incident.facts:
+        if fact.kind == "stack" and fact.rank == rank:
+            rows = fact.data.get("frames")
+            frames = [Frame(*row) for row in rows if len(row) == 3] if isinstance(rows, list) else []
+            if frames:
+                return frames, fact
+    return [], None
+
+
+def call_name(view: View, call: Pending) -> str:
+    """``all_reduce #59958 of default_pg``."""
+    trace = view.incident.traces[call.rank]
+    kind = view.incident.signatures[trace.signature[call.row]]
+    return f"{kind.op} #{call.seq} of {view.label(call.group)}"
+
+
+def created(view: View, call: Pending) -> float | None:
+    """When a pending call was issued, Unix seconds."""
+    at = view.incident.traces[call.rank].created_ns[call.row]
+    return at / 1e9 if at else None
+
+
+def _since(view: View, calls: Sequence[Pending]) -> float | None:
+    times = [at for c in calls if (at := created(view, c)) is not None]
+    return min(times) if times else None
+
+
+def _earliest(view: View, calls: Sequence[Pending]) -> Pending:
+    """The call that was issued first, by any rank."""
+    return min(calls, key=lambda c: (created(view, c) or 1e18, c.rank, c.row))
+
+
+def _waits_for_device(frames: Sequence[Frame]) -> bool:
+    return any(f.function in _DEVICE_WAITS for f in frames[:4])
+
+
+def roots(view: View, explained: frozenset[int]) -> list[Finding]:
+    """One finding for every set of ranks that is waited for and waits for nobody, by kind."""
+    stall = view.stall
+    sorted_out: dict[tuple[str, str], list[tuple[int, list[str], list[str]]]] = {}
+    deviations: list[Finding] = []
+    for rank in stall.roots:
+        if rank in explained:
+            continue
+        off = deviation(view, rank)
+        if off is not None:
+            deviations.append(_deviation(view, off))
+            continue
+        kind, confidence, evidence, unknown = _judge(view, rank)
+        sorted_out.setdefault((kind, confidence), []).append((rank, evidence, unknown))
+    out = deviations
+    for (kind, confidence), rows in sorted_out.items():
+        out.append(_root_finding(view, kind, confidence, rows))
+    return out
+
+
+def _deviation(view: View, off: Deviation) -> Finding:
+    verb = "skipped" if off.kind == "skipped_call" else "issued an extra"
+    text = view.call_text(off.signature)
+    return Finding(
+        off.kind,
+        (off.rank,),
+        view.waiting((off.rank,)),
+        view.site(off.stack),
+        _since(view, view.stall.awaited.get(off.rank, [])),
+        off.confidence,
+        f"{ranks_text((off.rank,))} {verb} {text}{view.where(off.stack)}, call #{off.seq} of {view.label(off.group)}",
+        (
+            f"against {ranks_text(off.peers)} its calls in all groups are shifted by one from there on; "
+            f"{off.matched} calls behind it line up",
+        ),
+        (),
+        ADVICE[off.kind],
+        None,
+        view.label(off.group),
+        off.seq,
+        view.incident.signatures[off.signature].op,
+    )
+
+
+def _judge(view: View, rank: int) -> tuple[str, str, list[str], list[str]]:
+    """Kind, confidence, evidence and what is unknown about one root."""
+    stall, trace = view.stall, view.incident.traces[rank]
+    own = stall.pending.get(rank, [])
+    first = _earliest(view, stall.awaited[rank])
+    issued = stall.issued.get(first.group, {}).get(rank)
+    evidence = [
+        f"{ranks_text(sorted({c.rank for c in stall.awaited[rank]}))} wait for rank {rank} in {call_name(view, first)}"
+    ]
+    unknown: list[str] = []
+    if issued is not None and not first.p2p:
+        evidence.append(f"the last call that rank {rank} issued in {view.label(first.group)} is #{issued}")
+    frames, fact = stack_of(view, rank)
+    if fact is not None:
+        evidence.append(f"stack of rank {rank}: {fact.text} ({fact.source})")
+    done = [c for c in own if c.completed_by]
+    if done:
+        evidence.append(
+            f"{len(done)} calls that rank {rank} still waits for completed on other ranks, the first "
+            f"{call_name(view, done[0])}: its device no longer finishes work"
+        )
+        return "device_stuck", "high", evidence, unknown
+    if own and any(c.absent for c in own):
+        unknown.append(f"rank {rank} may itself wait for {ranks_text(own[0].absent)}, of which there is no record")
+        return "unknown", "low", evidence, unknown
+    if own:
+        evidence.append(f"all members entered {call_name(view, own[0])}, which rank {rank} issued, yet it does not end")
+        return "device_stuck", "high" if _waits_for_device(frames) else "medium", evidence, unknown
+    if _waits_for_device(frames):
+        return "device_stuck", "medium", evidence, unknown
+    evidence.append(f"rank {rank} has no call of its own that has not completed: its host never came to the next one")
+    return "host_stuck", _host_confidence(view, rank, trace.backend or _backend(view), unknown), evidence, unknown
+
+
+def _backend(view: View) -> str:
+    found = Counter(t.backend for t in view.incident.traces.values() if t.backend)
+    return found.most_common(1)[0][0] if found else ""
+
+
+def _host_confidence(view: View, rank: int, backend: str, unknown: list[str]) -> str:
+    trace = view.incident.traces[rank]
+    if not len(trace) and not trace.status:
+        unknown.append(f"the dump of rank {rank} is empty and has no counters")
+        return "medium"
+    if backend == "gloo" and trace.recorder == "flight_recorder":
+        unknown.append("gloo's recorder leaves out send and recv; the rank may wait in one")
+        return "medium"
+    if trace.rank_from == "nothing":
+        return "low"
+    return "high"
+
+
+def _root_finding(view: View, kind: str, confidence: str, rows: list[tuple[int, list[str], list[str]]]) -> Finding:
+    ranks = tuple(sorted(r for r, _, _ in rows))
+    awaited = [c for r in ranks for c in view.stall.awaited[r]]
+    first = _earliest(view, awaited)
+    frames, site, inside = [], None, ""
+    for rank in ranks:
+        frames, _ = stack_of(view, rank)
+        if frames:
+            frame = user_frame(frames)
+            site = site_of(frame)
+            inside = f"; it sits in {frame.function}, {site}" if frame is not None else ""
+            break
+    name, who = call_name(view, first), ranks_text(ranks)
+    waiting = view.waiting(ranks)
+    if kind == "host_stuck":
+        head = f"{who} never entered {name}{inside}"
+    elif kind == "device_stuck":
+        head = f"the device of {who} stands still: calls that it issued do not end{inside}"
+    else:
+        head = f"{who} did not enter {name}, but may itself wait for ranks without a record"
+    unknown = tuple(dict.fromkeys(u for _, _, us in rows for u in us))
+    if not frames and kind in {"host_stuck", "device_stuck"}:
+        unknown += (f"no stack of {who}: where it stands in the program is not known",)
+    evidence = tuple(dict.fromkeys(e for _, es, _ in rows for e in es))
+    trace = view.incident.traces[first.rank]
+    return Finding(
+        kind,
+        ranks if kind != "unknown" else (),
+        waiting,
+        site,
+        _since(view, awaited),
+        confidence,
+        head,
+        evidence,
+        unknown,
+        ADVICE[kind],
+        None,
+        view.label(first.group),
+        first.seq,
+        view.incident.signatures[trace.signature[first.row]].op,
+    )
+
+
+def cycles(view: View, explained: frozenset[int]) -> list[Finding]:
+    """Ranks that wait for each other in calls of different groups, or in hand-offs."""
+    out = []
+    for ranks in view.stall.cycles:
+        if not explained & set(ranks):
+            out.append(_cycle(view, ranks))
+    return out
+
+
+def _cycle(view: View, ranks: tuple[int, ...]) -> Finding:
+    blocked = {r: next(c for c in view.stall.pending[r] if set(c.missing) & set(ranks)) for r in ranks}
+    classes: dict[tuple[object, ...], list[int]] = {}
+    for rank, call in blocked.items():
+        trace = view.incident.traces[rank]
+        kind = view.incident.signatures[trace.signature[call.row]]
+        key: tuple[object, ...] = (kind.op,) if call.p2p else (view.label(call.group), call.group)
+        classes.setdefault(key, []).append(rank)
+    p2p = all(call.p2p for call in blocked.values())
+    order = sorted(classes.values(), key=lambda c: (-len(c), c))
+    lead = len(order) > 1 and len(order[0]) > len(order[1]) and not p2p
+    guilty = tuple(sorted(r for c in order[1:] for r in c)) if lead else ranks
+    some = guilty[0]
+    stack = view.incident.traces[some].stack[blocked[some].row]
+    evidence = tuple(
+        f"rank {r} waits in {call_name(view, c)} for {ranks_text(c.missing)}"
+        f"{view.where(view.incident.traces[r].stack[c.row])}"
+        for r, c in list(blocked.items())[:16]
+    )
+    kind_name = "p2p_order" if any(c.p2p for c in blocked.values()) else "group_order"
+    head = (
+        f"{ranks_text(ranks)} wait for each other in hand-offs"
+        if p2p
+        else f"{ranks_text(guilty)} entered {call_name(view, blocked[some])} before the call that the others are in"
+    )
+    return Finding(
+        kind_name,
+        guilty,
+        view.waiting(guilty),
+        view.site(stack),
+        _since(view, list(blocked.values())),
+        "high" if lead else "medium",
+        head,
+        evidence,
+        (),
+        ADVICE[kind_name],
+        None if lead else "any rank of the cycle may be the one to change: there is no majority",
+        view.label(blocked[some].group),
+        blocked[some].seq,
+    )
+
+
+def nobody_missing(view: View) -> list[Finding]:
+    """Calls that do not end although all members, as far as known, entered them."""
+    pending = view.stall.pending
+    calls = [c for own in pending.values() for c in own]
+    if not calls or any(c.missing for c in calls):
+        return []
+    absent = sorted({r for c in calls for r in c.absent})
+    first = _earliest(view, calls)
+    name, since = call_name(view, first), _since(view, calls)
+    lagging = sorted(r for r, own in pending.items() if sum(1 for c in own if c.completed_by) >= _LAG)
+    if lagging and len(lagging) < len(view.incident.traces) / 2 and not absent:
+        return [_lag(view, tuple(lagging), since)]
+    if absent:
+        return [
+            Finding(
+                "unknown",
+                (),
+                view.waiting(()),
+                None,
+                since,
+                "low",
+                f"everything recorded waits in calls with {ranks_text(absent)}, of which there is no record",
+                (f"all other members entered {name}",),
+                (f"dumps, logs or stacks of {ranks_text(absent)}",),
+                ADVICE["unknown"],
+                f"{ranks_text(absent)} died or never entered the call",
+                view.label(first.group),
+                first.seq,
+            )
+        ]
+    started: dict[int, set[int]] = {STARTED: set(), SCHEDULED: set()}
+    for rank, own in pending.items():
+        for call in own:
+            if (call.group, call.seq, call.p2p) == (first.group, first.seq, first.p2p):
+                started.setdefault(view.incident.traces[rank].state[call.row], set()).add(rank)
+    late = started[SCHEDULED]
+    if late and len(late) < len(started[STARTED]):
+        ranks = tuple(sorted(late))
+        return [
+            Finding(
+                "device_stuck",
+                ranks,
+                view.waiting(ranks),
+                None,
+                since,
+                "medium",
+                f"the device of {ranks_text(ranks)} never began {name}, which the other members began",
+                (f"state is 'started' on {ranks_text(sorted(started[STARTED]))}, 'scheduled' on {ranks_text(ranks)}",),
+                (),
+                ADVICE["device_stuck"],
+                None,
+                view.label(first.group),
+                first.seq,
+            )
+        ]
+    return [
+        Finding(
+            "all_arrived",
+            (),
+            view.waiting(()),
+            None,
+            since,
+            "medium",
+            f"every member entered {name} with the same operation, shape and type, yet it does not end",
+            (f"{len(pending)} ranks wait, none is missing from any call",),
+            ("whether it is the network or a device; or the dumps were taken while the call was still running",),
+            ADVICE["all_arrived"],
+            None,
+            view.label(first.group),
+            first.seq,
+        )
+    ]
+
+
+def _lag(view: View, ranks: tuple[int, ...], since: float | None) -> Finding:
+    call = next(c for c in view.stall.pending[ranks[0]] if c.completed_by)
+    return Finding(
+        "device_stuck",
+        ranks,
+        view.waiting(ranks),
+        None,
+        since,
+        "medium",
+        f"the device of {ranks_text(ranks)} stands still: calls that ended elsewhere do not end there",
+        (f"{call_name(view, call)} completed on {ranks_text(call.completed_by)}, not on {ranks_text(ranks)}",),
+        (),
+        ADVICE["device_stuck"],
+        None,
+        view.label(call.group),
+        call.seq,
+    )
