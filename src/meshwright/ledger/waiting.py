@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Literal
 
 from meshwright.ledger.matching import HAND_OFFS, Call, disagreement, majority
@@ -254,6 +255,8 @@ class Matcher:
         if kind == "peer_left":
             at = next(t.call for r in dead for t in held[r] if self._needs(t)[0] & set(gone))
         left = tuple((p, *self._left[p]) for p in (failed or gone))
+        if kind == "peer_left" and len({c.rank for c in calls if c.group == at.group}) < len(gone):
+            guilty = tuple(sorted({c.rank for c in calls if c.group == at.group}))
         return self._finish(kind, at.group, guilty, calls, cycle if kind == "deadlock" else (), left)
 
     def _mismatch(self, kind: str, pair: tuple[Call, ...]) -> Verdict:
@@ -264,6 +267,8 @@ class Matcher:
         classes, found = majority(calls)
         lead = len(classes) > 1 and len(classes[0]) > len(classes[1])
         guilty = tuple(sorted(c.rank for rest in classes[1:] for c in rest)) if lead else ()
+        if kind == "wrong_splits":
+            guilty = _in_every_pair(calls)
         return self._finish(found or kind, pair[0].group, guilty, calls, (), ())
 
     def _finish(
@@ -278,6 +283,12 @@ class Matcher:
         group = self._groups.get(name)
         counts = tuple((m, group.posted.get(m, 0)) for m in group.members) if group is not None else ()
         return Verdict(kind, name, guilty, calls, cycle, left, group.shift if group is not None else (), counts)
+
+
+def _in_every_pair(calls: Sequence[Call]) -> tuple[int, ...]:
+    """Splits disagree in pairs: the rank that is in all of them, or both of the only pair; () if neither."""
+    pairs = [{a.rank, b.rank} for a, b in combinations(calls, 2) if disagreement(a, b)]
+    return tuple(sorted(set.intersection(*pairs))) if pairs else ()
 
 
 def _met(need: tuple[set[int], bool], live: set[int]) -> bool:

@@ -26,7 +26,7 @@ from meshwright.runtime.lockstep.scratch import mirror
 
 #: Imported for every script.
 _TORCH = ("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.data",
-          "torch.nn.parallel", "torch.distributed.device_mesh", "meshwright.runtime.lockstep.hook",
+          "torch.nn.parallel", "torch.distributed.device_mesh", "torch._dynamo", "torch.utils.serialization", "meshwright.runtime.lockstep.hook",
           "meshwright.runtime.lockstep.groups", "meshwright.runtime.lockstep.shim",
           "meshwright.runtime.lockstep.refuse")  # fmt: skip
 #: Imported where a script imports the package.
@@ -69,8 +69,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         home = Path(request["home"])
         (scratch / "tmp").mkdir()
         mirror(home, scratch)
-        for package in _imports(home / request["script"]):
-            _load(_PACKAGES.get(package, ()))
+        for name in sorted(_imports(home / request["script"])):
+            _load((name,) if name.startswith("torch.") else _PACKAGES.get(name.partition(".")[0], ()))
         loaded = time.monotonic()
         answer = _run(request, home, scratch)
         answer["seconds"] = {"import": loaded - began, "run": time.monotonic() - loaded}
@@ -80,7 +80,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _imports(script: Path) -> set[str]:
-    """Top-level packages that a script imports, by its text."""
+    """Modules that a script imports, by its text."""
     try:
         if script.stat().st_size > _MAX_SCRIPT_BYTES:
             return set()
@@ -90,9 +90,9 @@ def _imports(script: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.partition(".")[0])
+            found.add(node.module)
     return found
 
 
