@@ -21,7 +21,6 @@ from torch import Tensor
 from meshwright.errors import InputError
 from meshwright.runtime.collectives import all_reduce, gather_logits
 from meshwright.runtime.mesh import Mesh
-from meshwright.runtime.models.attention import attend
 from meshwright.runtime.models.layers import build_layer
 from meshwright.runtime.models.moe import MixtureOfExperts
 from meshwright.runtime.models.parts import Linear, Norm, Step, Turned, layer_weights
@@ -108,7 +107,7 @@ class Decoder:
 
     def stage(self, x_TD: Tensor, batch: Batch, cache: PagedCache) -> Tensor:
         """All layers of this rank's stage."""
-        step = Step(batch, cache, self.rotary(batch), self.context.attend if self.context is not None else attend)
+        step = Step(batch, cache, self.rotary(batch), self.context)
         for i in self.layers:
             x_TD = self.blocks[i](x_TD, step)
         return x_TD

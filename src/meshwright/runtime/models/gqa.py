@@ -49,7 +49,7 @@ class GroupedQuery:
             q, k = self.qk_norms[0](q), self.qk_norms[1](k)
         turned = step.turned[self.rope]
         step.cache.write(self.layer, step.batch.slots_T, *step.batch.stored(turn(k, *turned), v))
-        a_TH = step.attend(turn(q, *turned), self.layer, step.batch, step.cache, self.how)
+        a_TH = step.attend(turn(q, *turned), self.layer, self.how)
         return self.edges.leave(self.o.partial(a_TH), "mixer output", self.o.bias)
 
 

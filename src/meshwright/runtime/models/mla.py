@@ -59,7 +59,7 @@ class Latent:
         q_n, q_r = self._queries(x_TD).split((self.a.head_dim - self.a.rope_head_dim, self.a.rope_head_dim), dim=2)
         c, k_r = self.kv_a(x_TD)[:, None].split((self.a.kv_lora_rank, self.a.rope_head_dim), dim=2)
         q_r, k_r = (turn(apart(x) if self.interleaved else x, cos, sin) for x in (q_r, k_r))
-        step.cache.write(self.layer, step.batch.slots_T, self.kv_norm(c), k_r)
+        step.cache.write(self.layer, step.batch.slots_T, *step.batch.stored(self.kv_norm(c), k_r))
         core = self._absorbed if step.batch.phase == "decode" else self._unfolded
         return self.edges.leave(self.o.partial(core(q_n, q_r, step)), "mixer output", self.o.bias)
 
@@ -74,15 +74,19 @@ class Latent:
         """Keys and values of all contexts of the pass from their latents, then ordinary attention: ``(T, H v)``."""
         b = step.batch
         pairs = [step.cache.read(self.layer, b.table_BM[row], n) for row, n in enumerate(b.contexts)]
+        q, c_S1C, k_S1r = torch.cat((q_n, q_r), dim=2), *(torch.cat(side) for side in zip(*pairs, strict=True))
+        if step.context is not None:
+            return step.context.prefill(q, c_S1C, k_S1r, b, self.how, self._keys_values)
+        k, v = self._keys_values(c_S1C, k_S1r)
+        rows = zip(q.split(b.lengths), k.split(b.contexts), v.split(b.contexts), strict=True)
+        return torch.cat([one(q_T, k_S, v_S, self.how) for q_T, k_S, v_S in rows]).flatten(1)
+
+    def _keys_values(self, c_S1C: Tensor, k_S1r: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``(S, H, n + r)`` and values ``(S, H, v)`` from latents and turned keys."""
         width = self.a.head_dim - self.a.rope_head_dim
-        kv = self.kv_b(torch.cat([c for c, _ in pairs])[:, 0]).unflatten(1, (-1, width + self.a.v_head_dim))
-        q = torch.cat((q_n, q_r), dim=2)
-        out = []
-        for q_T, kv_S, (_, k_r) in zip(q.split(b.lengths), kv.split(b.contexts), pairs, strict=True):
-            k_n, v = kv_S.split((width, self.a.v_head_dim), dim=2)
-            k = torch.cat((k_n, k_r.expand(-1, k_n.shape[1], -1)), dim=2)
-            out.append(one(q_T, k, v, self.how))
-        return torch.cat(out).flatten(1)
+        kv = self.kv_b(c_S1C[:, 0]).unflatten(1, (-1, width + self.a.v_head_dim))
+        k_n, v = kv.split((width, self.a.v_head_dim), dim=2)
+        return torch.cat((k_n, k_S1r.expand(-1, k_n.shape[1], -1)), dim=2), v
 
     def _absorbed(self, q_n: Tensor, q_r: Tensor, step: Step) -> Tensor:
         """Queries into the latent space, attention with one head of keys, its result out of it: ``(T, H v)``."""
@@ -90,7 +94,8 @@ class Latent:
         w_k, w_v = self.kv_b.weight.unflatten(0, (-1, n + self.a.v_head_dim)).split((n, self.a.v_head_dim), dim=1)
         q_c = torch.bmm(q_n.transpose(0, 1), w_k).transpose(0, 1)
         c, k_r = step.cache.read(self.layer, b.table_BM, max(b.contexts))
-        out = decode(torch.cat((q_c, q_r), dim=2), torch.cat((c, k_r), dim=3), c, b, self.how)
+        core = step.context.decode if step.context is not None else decode
+        out = core(torch.cat((q_c, q_r), dim=2), torch.cat((c, k_r), dim=3), c, b, self.how)
         o_c = out.unflatten(1, (-1, self.a.kv_lora_rank)).transpose(0, 1)
         return torch.bmm(o_c, w_v.transpose(1, 2)).transpose(0, 1).flatten(1)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshwright.errors import InputError
 from meshwright.runtime.models.attention import Scores, attend
+from meshwright.runtime.parallel.context import ContextParallel
 from meshwright.runtime.serve.cache import Batch, PagedCache
 from meshwright.specs.placement import Shard
 
@@ -24,9 +25,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh
 #: Cosine and sine of the positions of a pass.
 Turned = tuple[Tensor, Tensor]
 
-#: Attention over the cache: queries ``(T, H, d)``, layer, pass, cache and scores in, ``(T, H v)`` out.
-Attend = Callable[[Tensor, int, Batch, PagedCache, Scores], Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -35,13 +33,17 @@ class Step:
     Attributes:
         batch: its tokens. cache: of this rank.
         turned: ``Decoder.rotary``: one pair for every kind of rotary positions of the model.
-        attend: attention of this rank, or of all ranks of cp.
+        context: attention over all ranks of cp; None: over the cache of this rank alone.
     """
 
     batch: Batch
     cache: PagedCache
     turned: tuple[Turned, ...]
-    attend: Attend = attend
+    context: ContextParallel | None = None
+
+    def attend(self, q_THd: Tensor, layer: int, how: Scores) -> Tensor:
+        """Attention of queries of the pass to the cache of a layer: ``(T, H v)``."""
+        return (self.context.attend if self.context else attend)(q_THd, layer, self.batch, self.cache, how)
 
 
 class Part(Protocol):

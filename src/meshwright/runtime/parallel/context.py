@@ -16,7 +16,7 @@ heads, d width of a key and v of a value head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +31,9 @@ from meshwright.runtime.models.attention import CORE, Scores
 from meshwright.runtime.scope import scope
 from meshwright.runtime.serve.cache import Batch, PagedCache
 from meshwright.runtime.serve.dealt import DealtBatch
+
+#: What is cached of all sequences in, keys and values out.
+Unfold = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Part(NamedTuple):
@@ -93,10 +96,23 @@ class ContextParallel:
             return self.decode(q_THd, *cache.read(layer, batch.table_BM, max(batch.contexts)), batch, how)
         pairs = [cache.read(layer, batch.table_BM[row], n) for row, n in enumerate(batch.contexts)]
         k, v = (torch.cat(side) for side in zip(*pairs, strict=True))
-        return self.alltoall(q_THd, k, v, batch, how) if self.ulysses else self.ring(q_THd, k, v, batch, how)
+        return self.prefill(q_THd, k, v, batch, how)
 
-    def decode(self, q_BHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, batch: DealtBatch, how: Scores) -> Tensor:
+    def prefill(
+        self, q_THd: Tensor, k: Tensor, v: Tensor, batch: Batch, how: Scores, unfold: Unfold = lambda k, v: (k, v)
+    ) -> Tensor:
+        """Attention to what is cached of all sequences: ``(T, H v)``.
+
+        ``unfold`` makes keys ``(S, K, d)`` and values ``(S, K, v)`` of what is cached, which is what the ring hands on.
+        """
+        assert isinstance(batch, DealtBatch)
+        if self.ulysses:
+            return self.alltoall(q_THd, *unfold(k, v), batch, how)
+        return self.ring(q_THd, k, v, batch, how, unfold)
+
+    def decode(self, q_BHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, batch: Batch, how: Scores) -> Tensor:
         """Every rank answers all queries from its part of the cache: ``(B, H v)``."""
+        assert isinstance(batch, DealtBatch)
         assert batch.keys_BS is not None
         seen = visible(batch.positions_T[:, None], batch.keys_BS, how.window)
         own = part(q_BHd[:, None], k_BSKd, v_BSKv, seen, how.scale)
@@ -106,18 +122,19 @@ class ContextParallel:
         lse = torch.stack([p.lse for p in parts]).logsumexp(0)
         return finish(Part(sum_of(parts, lse), lse), how.sinks_H, q_BHd.dtype)
 
-    def ring(self, q_THd: Tensor, k_SKd: Tensor, v_SKv: Tensor, batch: DealtBatch, how: Scores) -> Tensor:
-        """Blocks of keys and values go round; while one is worked on the next is under way: ``(T, H v)``."""
+    def ring(self, q_THd: Tensor, k: Tensor, v: Tensor, batch: DealtBatch, how: Scores, unfold: Unfold) -> Tensor:
+        """Blocks of what is cached go round; while one is worked on the next is under way: ``(T, H v)``."""
         size, place = self.cp.size, self.cp.index
         found: list[Part | None] = [None] * len(batch.lengths)
-        block = torch.cat((k_SKd, v_SKv), dim=-1)
+        block = torch.cat((k, v), dim=-1)
         no_work: tuple[dist.Work | None, ...] = ()
         for step in range(size):
             coming, works = block, no_work
             if step < size - 1:
                 with scope(name="K and V block"):
                     coming, works = exchange(block, self.cp, *neighbours(size, place))
-            self._block(found, q_THd, block, owner(step, size, place), batch, how)
+            k_SKd, v_SKv = unfold(*block.split((k.shape[-1], v.shape[-1]), dim=-1))
+            self._block(found, q_THd, k_SKd, v_SKv, owner(step, size, place), batch, how)
             for work in works:
                 if work is not None:
                     work.wait()
@@ -127,14 +144,22 @@ class ContextParallel:
         return finish(whole, how.sinks_H, q_THd.dtype)
 
     def _block(
-        self, found: list[Part | None], q_THd: Tensor, block: Tensor, other: int, batch: DealtBatch, how: Scores
+        self,
+        found: list[Part | None],
+        q_THd: Tensor,
+        k_SKd: Tensor,
+        v_SKv: Tensor,
+        other: int,
+        batch: DealtBatch,
+        how: Scores,
     ) -> None:
         """Merge what the queries of all sequences see of the keys of place ``other``."""
-        d, mine = q_THd.shape[2], batch.queries[self.cp.index]
-        for row, (q, kv) in enumerate(zip(q_THd.split(batch.lengths), block.split(batch.contexts), strict=True)):
+        mine = batch.queries[self.cp.index]
+        sides = q_THd.split(batch.lengths), k_SKd.split(batch.contexts), v_SKv.split(batch.contexts)
+        for row, (q, k, v) in enumerate(zip(*sides, strict=True)):
             first, count = reach(batch.pieces[row], self.cp.size, self.cp.index, other)
             seen = visible(mine[row][first:], batch.keys[other][row][:count], how.window)
-            new = part(q[None, first:], kv[None, :count, :, :d], kv[None, :count, :, d:], seen[None], how.scale)
+            new = part(q[None, first:], k[None, :count], v[None, :count], seen[None], how.scale)
             out, lse = new.out[0], new.lse[0]
             known = found[row]
             if known is None:
