@@ -48,7 +48,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "COLUMNS": "200"}
     code = "from meshwright.cli.main import main; main()"
     return subprocess.run(
-        [sys.executable, "-c", code, "prove", *words], capture_output=True, text=True, timeout=110, env=env
+        [sys.executable, "-c", code, "prove", "--no-time", *words], capture_output=True, text=True, timeout=110, env=env
     )
 
 

@@ -142,7 +142,7 @@ def test_a_line_never_runs_backwards() -> None:
     latency, rate, _ = line([(1000, 5e-5), (2000, 4e-5), (4000, 3e-5)])
     assert 0 <= latency <= 3e-5
     assert rate > 0
-    assert line([(1000, 5e-5)])[0] == 5e-5
+    assert line([(1000, 5e-5)]) == (5e-5, pytest.approx(2e7), 0)
 
 
 def test_interpolation_is_exact_at_a_sample_and_stays_within_all() -> None:

@@ -37,6 +37,7 @@ def prove(
     mutate: str | None = typer.Option(
         None, "--mutate", help="Plant a mistake; the proof must fail. 'list' shows them."
     ),
+    timing: bool = typer.Option(True, "--time/--no-time", help="Also measure the steps of what is proven."),
     out: Path | None = _OUT,
     timeout: str = typer.Option("300s", "--timeout", help="Bound on each run."),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
@@ -70,6 +71,7 @@ def prove(
         new_tokens=new_tokens or proofs.NEW_TOKENS,
         micro_batches=micro_batches,
         mutate=mutate,
+        timing=timing,
         timeout_s=limit_s,
         say=_say,
     )
@@ -143,5 +145,8 @@ def _show(proof: Proof, note: str | None = None) -> None:
     for c in proof.checks:
         rows.add_row(c.what, c.compared, "nothing" if c.ok else f"{c.differs:,}", c.worst)
     out.print(rows)
+    if proof.timing is not None:
+        line = proof.timing if isinstance(proof.timing, str) else proof.timing.line
+        out.print(escape(line), soft_wrap=True)
     took = ", ".join(f"{part} {value:.1f} s" for part, value in proof.seconds.items())
     out.print(escape(f"took: {took}"))

@@ -294,7 +294,8 @@ def line(knots: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
     if len(knots) > 1 and det > 0:
         slope, latency = (xy * one - y1 * x1) / det, (xx * y1 - x1 * xy) / det
     if slope <= 0:  # larger is not slower: all is latency, and bytes are as quick as the largest shows
-        slope, latency = min(y / x for x, y in knots), smallest
+        error = median(abs(smallest - y) / y for _, y in knots)
+        return smallest, max(x / y for x, y in knots), error
     latency = min(max(latency, 0.0), smallest)
     error = median(abs(latency + slope * x - y) / y for x, y in knots)
     return latency, 1 / slope, error

@@ -2,9 +2,12 @@
 
 ::
 
-    rules ──> prediction (a process without torch) ──┐
-              one process (reference logits) ────────┼──> verdict
+    rules ──> one process (reference logits) ────────┐
+              prediction (a process without torch) ──┼──> verdict
               the layout, every rank recorded ───────┘
+
+Where tokens go in a mixture of experts depends on numbers: the one process writes the experts that every token chose, and
+the prediction takes them as an input.
 
 What is proven is said by ``Proof.scope``: this model, this layout, these prompts, on this machine, in fp32. Both sides
 share ``specs`` and ``moves``: that the reference itself is right is checked against transformers by the tests.
@@ -26,11 +29,13 @@ from meshwright.ledger import store
 from meshwright.ledger.compare import Comparison, compare, compare_holdings, merged
 from meshwright.ledger.schema import Ledger
 from meshwright.prove.predict import ENGINE, Request, predict_apart
+from meshwright.prove.timing import Timing, timing_of
 from meshwright.runtime.folder import read_folder
 from meshwright.runtime.launch.local import MAX_LOCAL_RANKS, RankError, run_local
+from meshwright.runtime.loads import LayerLoad, as_plain, load_table
 from meshwright.runtime.models.settings import check_runnable
 from meshwright.runtime.mutate import mutation
-from meshwright.runtime.proof import Farthest, ProofJob, RankProof, run_proof
+from meshwright.runtime.proof import Farthest, ProofJob, RankProof, routing_of, run_proof
 from meshwright.specs.layout import Layout, parse_layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.placement import Placement, place
@@ -77,6 +82,8 @@ class Proof:
         seconds: how long each part took.
         comparison: of the ledgers, with all differences.
         predicted, recorded: the ledgers; None where a rank did not come to its end.
+        timing: measured against predicted seconds, or why there are none; no part of the verdict.
+        experts: how busy the experts of every sparse layer were; no part of the verdict.
     """
 
     model: str
@@ -89,6 +96,8 @@ class Proof:
     comparison: Comparison | None = None
     predicted: Ledger | None = None
     recorded: Ledger | None = None
+    timing: Timing | str | None = None
+    experts: list[LayerLoad] = field(default_factory=list)
 
     @property
     def proven(self) -> bool:
@@ -123,6 +132,7 @@ def prove(
     micro_batches: int | None = None,
     block_size: int = 16,
     mutate: str | None = None,
+    timing: bool = False,
     timeout_s: float = 600.0,
     say: Say = lambda _: None,
 ) -> Proof:
@@ -138,6 +148,7 @@ def prove(
         micro_batches: groups of prompts in flight; None: as many as stages.
         block_size: tokens of a cache block.
         mutate: name of a planted mistake (``runtime.mutate``), with which the proof must fail.
+        timing: also calibrate this machine, and time the layout when it is proven.
         timeout_s: bound on each of the runs.
         say: is told what is being done.
 
@@ -158,16 +169,17 @@ def prove(
     proof = Proof(spec.name, wanted, wanted.world, scope, mutate)
     request = Request(folder, str(wanted), len(ids), tokens, new_tokens, "f32", block_size, micro_batches)
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as scratch:
-        say("predicting, in a process that cannot import torch")
-        with timed(proof, "prediction"):
-            proof.predicted = predict_apart(request, Path(scratch) / "predicted.jsonl", timeout_s)
-        job = ProofJob(
-            folder, placement, ids, new_tokens, f"{scratch}/numbers", "f32", block_size, micro_batches, mutation=mutate
-        )
+        numbers = f"{scratch}/numbers"
+        job = ProofJob(folder, placement, ids, new_tokens, numbers, "f32", block_size, micro_batches, mutation=mutate)
         alone = replace(job, placement=place(spec, Layout(), placement.profile), reference=True, mutation=None)
         say("one process")
         with timed(proof, "one process"):
             reference = run_local(run_proof, 1, (alone,), timeout_s)[0]
+        if spec.moe is not None:
+            request = replace(request, routing=routing_of(numbers))
+        say("predicting, in a process that cannot import torch")
+        with timed(proof, "prediction"):
+            proof.predicted = predict_apart(request, Path(scratch) / "predicted.jsonl", timeout_s)
         say(f"{wanted.world} ranks, recorded" + (f", with a mistake: {mistake.says}" if mistake else ""))
         try:
             with timed(proof, "the layout"):
@@ -178,6 +190,10 @@ def prove(
     say("comparing")
     with timed(proof, "comparison"):
         judge(proof, reference, ranks)
+    if timing and proof.proven:
+        say("timing, on a calibration of this machine")
+        with timed(proof, "timing"):
+            proof.timing = timing_of(job, proof.predicted, timeout_s)
     return proof
 
 
@@ -258,6 +274,7 @@ def judge(proof: Proof, reference: RankProof, ranks: Sequence[RankProof]) -> Non
     proof.checks += ledger_checks(proof.comparison)
     for term in TERMS:
         proof.checks.append(bytes_check(proof.predicted, proof.recorded, term))
+    proof.experts = load_table((rank.rank, rank.whole, rank.loads) for rank in ranks)
 
 
 def _numbers(what: str, found: Sequence[tuple[int, Farthest]], unit: str) -> Check:
@@ -355,4 +372,6 @@ def as_json(proof: Proof) -> Mapping[str, Any]:
         "ledger_scope": proof.comparison.scope if proof.comparison else None,
         "predicted_without_torch": proof.predicted.meta.get("torch") if proof.predicted else None,
         "seconds": proof.seconds,
+        "experts": as_plain(proof.experts),
+        "time": proof.timing.as_json() if isinstance(proof.timing, Timing) else proof.timing,
     }

@@ -1,0 +1,388 @@
+"""Measures the machine as it is while the ranks of a layout run on it, and writes what it measured as a ledger.
+
+``ledger.calibrate.fit`` reads that ledger. All ranks measure at once, so that they share cores and memory bandwidth
+as they do in earnest: products over a stretch of memory as large as the rank's weights, attention over a paged cache,
+memory traffic, every transfer of the layout over the transport that the runtime uses, and what the driver takes for a
+layer and a pass (by a model that is too small for anything else to matter).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.ledger.calibrate import COPY, duration_s
+from meshwright.ledger.schema import Entry, Ledger, Rank
+from meshwright.specs.placement import AXES, Placement
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from meshwright.runtime.mesh import Group, Mesh
+    from meshwright.runtime.models.decoder import Decoder
+    from meshwright.runtime.proof import ProofJob
+    from meshwright.specs.profile import EngineProfile
+
+#: Seconds that one repetition lasts at least, and how many there are.
+SHORTEST_S, TIMES = 0.003, 3
+#: Calls of a transfer in one repetition; fixed, because both sides count them.
+CALLS = 12
+#: Largest stretch of memory that products walk through.
+MAX_FOOTPRINT_BYTES = 256 << 20
+#: Memory traffic is measured on so much: beyond the caches.
+COPY_BYTES = 64 << 20
+#: Layers of the two small models whose difference is a layer, and tokens they decode.
+FEW, MANY, STEPS = 2, 8, 40
+#: The small model.
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+#: Products of one of its layers, which are timed by themselves as its attention is.
+SMALL_PRODUCTS = 7
+
+
+class Core(NamedTuple):
+    """An attention core: ``sequences`` of ``new`` tokens after ``past`` cached ones; heads and widths of a rank."""
+
+    phase: str
+    sequences: int
+    new: int
+    past: int
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+
+
+class Move(NamedTuple):
+    """A transfer: op, axis of its group, payload bytes."""
+
+    op: str
+    axis: str
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BenchJob:
+    """What every rank is told.
+
+    Attributes:
+        placement: whose groups are measured.
+        products: ``(m, k, n)``: m rows by a weight of k x n. cores, moves: see there.
+        footprint_bytes: of the weights of a rank.
+        dtype: of all of it.
+    """
+
+    placement: Placement
+    products: tuple[tuple[int, int, int], ...]
+    cores: tuple[Core, ...] = ()
+    moves: tuple[Move, ...] = ()
+    footprint_bytes: int = 0
+    dtype: str = "f32"
+
+
+def microbench(rank: int, job: BenchJob) -> Ledger:
+    """Body of a rank: measure everything, in the same order on all ranks."""
+    import torch
+
+    from meshwright.runtime.checkpoint import TORCH_DTYPES
+    from meshwright.runtime.mesh import build_mesh
+
+    dtype = TORCH_DTYPES[job.dtype]
+    mesh = build_mesh(job.placement, rank)
+    world = job.placement.layout.world
+    with torch.inference_mode():
+        entries = [*_moves(mesh, job.moves, dtype, job.dtype), *_messages(mesh)]
+        _together(mesh)
+        entries += _copies(dtype, job.dtype)
+        entries += _products(job, dtype)
+        entries += _cores(job, dtype)
+        entries += _driver(job, dtype)
+    for entry in entries:
+        entry.rank_class, entry.source, entry.state = f"rank{rank}", "record", "completed"
+    meta = {"machine": machine(), "ranks": str(world), "torch": str(torch.__version__)}
+    meta |= {f"group.{axis}": str(mesh.group(axis).size) for axis in (*AXES, "ep") if mesh.group(axis).size > 1}
+    return Ledger(entries, ranks=[Rank(rank, {}, f"rank{rank}")], meta=meta)
+
+
+def machine() -> str:
+    """The machine in words."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.system()} {platform.machine()}, {usable} CPUs"
+
+
+def repeat(call: Callable[[], object], calls: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """``(calls, began, ended)`` of ``TIMES`` repetitions in ns; ``calls`` None: as many as last ``SHORTEST_S``."""
+    call()
+    if calls is None:
+        call()
+        began = time.perf_counter()
+        call()
+        calls = max(1, round(SHORTEST_S / max(time.perf_counter() - began, 1e-7)))
+    for _ in range(TIMES):
+        began_ns = time.monotonic_ns()
+        for _ in range(calls):
+            call()
+        yield calls, began_ns, time.monotonic_ns()
+
+
+def _timed(call: Callable[[], object], like: Entry, calls: int | None = None, share: int = 1) -> Iterator[Entry]:
+    """Entries as ``like`` with the times of a call; ``share``: how many of the entry a call is."""
+    for count, began, ended in repeat(call, calls):
+        yield replace(like, count=count * share, started_ns=began, ended_ns=ended)
+
+
+def _copies(dtype: torch.dtype, name: str) -> Iterator[Entry]:
+    """Bytes read and written by a copy, and the smallest op there is."""
+    import torch
+
+    source = torch.zeros(COPY_BYTES // dtype.itemsize, dtype=dtype)
+    target = torch.empty_like(source)
+    like = Entry("", COPY, stream="compute", shapes=(tuple(source.shape),), dtype=name, payload_bytes=2 * COPY_BYTES)
+    yield from _timed(lambda: target.copy_(source), like)
+    one = source[:4]
+    yield from _timed(lambda: one.add_(1), Entry("", "launch", stream="compute"))
+
+
+def _products(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
+    """Products with weights that follow one another in memory, as those of a pass do."""
+    import torch
+
+    from meshwright.runtime.models.parts import Linear
+
+    size = dtype.itemsize
+    largest = max((k * n * size for _, k, n in job.products), default=0)
+    stretch = torch.full((max(largest, min(job.footprint_bytes, MAX_FOOTPRINT_BYTES)) // size,), 0.01, dtype=dtype)
+    for m, k, n in job.products:
+        count = max(1, stretch.numel() // (k * n))
+        linears = [Linear(stretch[i * k * n : (i + 1) * k * n].view(n, k)) for i in range(min(count, 64))]
+        x = torch.full((m, k), 0.5, dtype=dtype)
+
+        def call(linears: list[Linear] = linears, x: Tensor = x) -> None:
+            for linear in linears:
+                linear(x)
+
+        moved = (m * k + k * n + m * n) * size
+        like = Entry("", "matmul", stream="compute", shapes=((m, k), (k, n)), dtype=job.dtype, payload_bytes=moved)
+        like.flops = 2 * m * k * n
+        yield from _timed(call, like, share=len(linears))
+
+
+def _cores(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
+    """Attention over a paged cache of its own for every case."""
+    import torch
+
+    from meshwright.runtime.models.attention import Scores, attend
+    from meshwright.runtime.serve.cache import CacheShape, PagedCache, blocks_for
+
+    for c in job.cores:
+        shape = CacheShape(c.kv_heads, c.width, c.value_width)
+        blocks = c.sequences * blocks_for(c.past + c.new, 16)
+        cache = PagedCache({0: shape}, blocks, 16, dtype, torch.device("cpu"))
+        if c.past:
+            cache.batch([(s, [0] * c.past) for s in range(c.sequences)], [False] * c.sequences, "prefill")
+        batch = cache.batch([(s, [0] * c.new) for s in range(c.sequences)], [True] * c.sequences, c.phase)
+        q = torch.full((c.sequences * c.new, c.heads, c.width), 0.1, dtype=dtype)
+        how = Scores()
+
+        def call(q: Tensor = q, batch: object = batch, cache: PagedCache = cache, how: Scores = how) -> None:
+            attend(q, 0, batch, cache, how)  # type: ignore[arg-type]
+
+        yield from _timed(call, core_entry(c, job.dtype, dtype.itemsize))
+
+
+def core_entry(c: Core, dtype: str, size: int) -> Entry:
+    """An attention core as the plan counts it (``plan.cores.attention_core``)."""
+    tokens, seen = c.sequences * c.new, c.sequences * (c.past + c.new)
+    pairs = c.sequences * (c.new * c.past + c.new * (c.new + 1) // 2)
+    wide = c.width + c.value_width
+    moved = (seen + tokens) * c.kv_heads * wide * size + tokens * c.heads * wide * size
+    entry = Entry("", "attention", phase=c.phase, stream="compute", dtype=dtype, payload_bytes=moved)
+    entry.shapes = ((tokens, c.heads, c.width), (seen, c.kv_heads, c.width), (seen, c.kv_heads, c.value_width))
+    entry.flops = 2 * pairs * c.heads * wide
+    return entry
+
+
+def _together(mesh: Mesh) -> None:
+    """Wait for all ranks."""
+    import torch.distributed as dist
+
+    if mesh.placement.layout.world > 1:
+        dist.barrier()
+
+
+def _moves(mesh: Mesh, moves: Sequence[Move], dtype: torch.dtype, name: str) -> Iterator[Entry]:
+    """Every transfer over its group."""
+    for move in moves:
+        group = mesh.group(move.axis)
+        if group.size < 2:
+            continue
+        call = _call(move, group, dtype)
+        if call is None:
+            continue
+        _together(mesh)
+        hand_off = move.op in {"send", "recv"}
+        like = Entry("", move.op, stream=move.axis, group=move.axis, dtype=name, payload_bytes=move.payload_bytes)
+        # There and back again are two hand-offs.
+        yield from _timed(call, like, CALLS, share=2 if hand_off else 1)
+
+
+def _call(move: Move, group: Group, dtype: torch.dtype) -> Callable[[], object] | None:
+    """One transfer through ``runtime.collectives``; None for an op that the runtime does not use."""
+    import torch
+
+    from meshwright.runtime import collectives as c
+
+    n = group.size
+    count = max(1, move.payload_bytes // dtype.itemsize)
+    x = torch.zeros(-(-count // n) * n, dtype=dtype).view(n, -1) if move.op != "gather" else torch.zeros(1, count)
+    x = x.to(dtype)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: c.all_reduce(x, group),
+        "all_gather": lambda: c.all_gather_rows(x, group),
+        "reduce_scatter": lambda: c.reduce_scatter_rows(x, group),
+        "all_to_all": lambda: c.all_to_all(x, group),
+        "gather": lambda: c.gather_logits(x, group, (x.shape[1],) * n),
+    }
+    if move.op not in {"send", "recv"}:
+        return calls.get(move.op)
+
+    def there_and_back() -> None:
+        if group.index > 1:
+            return
+        first, other = group.index == 0, 1 - group.index
+        if not first:
+            c.recv(tuple(x.shape), dtype, x.device, group, other)
+        work = c.send(x, group, other)
+        if first:
+            c.recv(tuple(x.shape), dtype, x.device, group, other)
+        if work is not None:
+            work.wait()
+
+    return there_and_back
+
+
+def _messages(mesh: Mesh) -> Iterator[Entry]:
+    """A message through the store from rank 0 to rank 1 and one back."""
+    store, layout = mesh.store, mesh.placement.layout
+    if store is None or layout.world // layout.dp < 2:
+        return
+    numbers = iter(range(1 << 30))
+
+    def there_and_back() -> None:
+        number = next(numbers)
+        if mesh.rank == 0:
+            store.set(f"bench/there/{number}", "0")
+            store.get(f"bench/back/{number}")
+        elif mesh.rank == 1:
+            store.get(f"bench/there/{number}")
+            store.set(f"bench/back/{number}", "0")
+
+    _together(mesh)
+    yield from _timed(there_and_back, Entry("", "message"), CALLS, share=2)
+
+
+def _driver(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
+    """A pass and a layer of the driver: decode steps of two small models, without the products and the attention."""
+    import torch
+
+    from meshwright.runtime.models.parts import Linear
+
+    few, many = (_small_step(layers, job.placement.profile, dtype) for layers in (FEW, MANY))
+    linear = Linear(torch.zeros(16, 16, dtype=dtype))
+    x = torch.zeros(1, 16, dtype=dtype)
+    op_s = median((ended - began) / calls * 1e-9 for calls, began, ended in repeat(lambda: linear(x)))
+    core = replace(job, cores=(Core("decode", 1, 1, STEPS // 2, 2, 1, 8, 8),))
+    core_s = median(t for e in _cores(core, dtype) if (t := duration_s(e)) is not None)
+    layer_s = max(0.0, (many - few) / (MANY - FEW))
+    for op, seconds in (
+        ("layer", layer_s - SMALL_PRODUCTS * op_s - core_s),
+        ("pass", few - FEW * layer_s - op_s),
+    ):
+        yield Entry("", op, dtype=job.dtype, started_ns=0, ended_ns=max(1, round(seconds * 1e9)))
+
+
+def _small_step(layers: int, profile: EngineProfile, dtype: torch.dtype) -> float:
+    """Seconds of a decode step of the small model with so many layers: a median."""
+    import torch
+
+    from meshwright.runtime.checkpoint import own
+    from meshwright.runtime.mesh import Group, Mesh
+    from meshwright.runtime.models.decoder import Decoder
+    from meshwright.runtime.models.settings import read_settings
+    from meshwright.specs.hf.read import model_from_config
+    from meshwright.specs.layout import Layout
+    from meshwright.specs.placement import Coordinate, place
+
+    config = {**SMALL, "num_hidden_layers": layers}
+    placement = place(model_from_config(config, "small", "small"), Layout(), profile)
+    weights = {n: torch.full(s.shape, 0.01, dtype=dtype) for n, s in own(placement, Coordinate())}
+    alone = {axis: Group(axis, (0,), 0, None) for axis in (*AXES, "ep")}
+    mesh = Mesh(placement, 0, Coordinate(), torch.device("cpu"), alone)
+    decoder = Decoder(mesh, weights, read_settings(config, "small"), dtype)
+    return median(step_seconds(mesh, decoder, ((1, 2, 3, 4),), STEPS)[1:])
+
+
+def step_seconds(
+    mesh: Mesh, decoder: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int, micro_batches: int | None = None
+) -> list[float]:
+    """Seconds of the prefill and of every decode step after it, as the first micro-batch sees them.
+
+    On ranks that compute no logits the list is empty. The clock starts when all ranks of the mesh have come.
+    """
+    from meshwright.runtime.generate import generate
+    from meshwright.runtime.scope import where
+
+    seen: list[float] = []
+    compute = decoder.logits
+
+    def logits(x_SD: Tensor) -> Tensor | None:
+        out = compute(x_SD)
+        if not where().microbatch:
+            seen.append(time.perf_counter())
+        return out
+
+    decoder.logits = logits  # type: ignore[method-assign]
+    try:
+        _together(mesh)
+        began = time.perf_counter()
+        generate(mesh, decoder, prompts, new_tokens, micro_batches=micro_batches)
+    finally:
+        decoder.logits = compute  # type: ignore[method-assign]
+    return [b - a for a, b in zip([began, *seen], seen, strict=False)]
+
+
+def run_steps(rank: int, job: ProofJob) -> list[float]:
+    """Body of a rank: the generation of a proof, unrecorded, timed the second time."""
+    import torch
+
+    from meshwright.runtime.checkpoint import TORCH_DTYPES, load
+    from meshwright.runtime.folder import read_folder
+    from meshwright.runtime.mesh import build_mesh
+    from meshwright.runtime.models.decoder import Decoder
+
+    model, dtype = read_folder(job.folder), TORCH_DTYPES[job.dtype]
+    weights = load(model, job.placement, job.placement.coordinate(rank), dtype)
+    mesh = build_mesh(job.placement, rank)
+    decoder = Decoder(mesh, weights, model.settings, dtype)
+    with torch.inference_mode():
+        step_seconds(mesh, decoder, job.prompts, 2, job.micro_batches)
+        return step_seconds(mesh, decoder, job.prompts, job.new_tokens, job.micro_batches)
