@@ -11,7 +11,7 @@ from meshwright.prove.predict import Request, predict
 from meshwright.prove.proof import Proof, judge, legal
 from meshwright.runtime.folder import read_folder
 from meshwright.runtime.launch.local import run_local
-from meshwright.runtime.proof import ProofJob, RankProof, run_proof
+from meshwright.runtime.proof import ProofJob, RankProof, routing_of, run_proof
 from meshwright.specs.layout import Layout, parse_layout
 
 
@@ -41,6 +41,8 @@ def proofs(
     reference = run_local(run_proof, 1, (alone,), timeout_s)[0]
     jobs = [replace(job, mutation=name) for name in mutations]
     ranks = run_local(run_proofs, wanted.world, (jobs,), timeout_s)
+    if spec.moe is not None:
+        options["routing"] = routing_of(str(numbers))
     request = Request(str(folder), layout, count, tokens, new_tokens, **options)
     predicted = predict(request)
     out = []

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.errors import InputError
 from meshwright.ledger.schema import Entry
+from meshwright.moves.expert import Exchange
 from meshwright.plan.cores import Batch
-from meshwright.plan.layer_ops import Context, layer_ops, parts
+from meshwright.plan.layer_ops import Context, layer_ops
+from meshwright.plan.moe_ops import routing, visit_ops
 from meshwright.plan.products import Held, Kind, Product, held, products_of
-from meshwright.plan.wire import Op, collective, compute, hand_off, ways
+from meshwright.plan.wire import Op, collective, compute, hand_off, parts, ways
 from meshwright.specs.dtypes import DTYPE_BYTES, canonical
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
@@ -46,6 +48,7 @@ class Emitter:
             seq[op.stream] = number + 1
             entry = Entry(name, op.op, 0, microbatch, layer, phase, op.stream, op.group, number, op.name, op.peer)
             entry.shapes, entry.dtype, entry.flops = op.shapes, op.dtype, op.flops
+            entry.splits = op.splits
             entry.payload_bytes, entry.wire_bytes, entry.count = op.payload, op.wire, op.repeats * times
             entry.state, entry.source = "predicted", "predict"
             add(entry)
@@ -117,13 +120,51 @@ def forward_entries(placement: Placement, batch: Batch, settings: ServeSettings 
     return entries
 
 
-def _rank_forward(placement: Placement, c: Context, rank_class: RankClass, own: Held, entries: list[Entry]) -> None:
+def rank_entries(
+    placement: Placement,
+    rank: int,
+    batch: Batch,
+    settings: ServeSettings,
+    moved: Callable[[int], Exchange],
+    kinds: dict[object, Kind],
+) -> list[Entry]:
+    """``forward_entries`` of one rank alone (its rank class is ``rank{n}``), where a routing is known.
+
+    Args:
+        rank: global rank. batch: of its replica; one without tokens only serves experts.
+        moved: for every layer with experts the rows that this rank sends to them and gets for its own.
+        kinds: kept from call to call (``held``).
+    """
+    at = placement.coordinate(rank)
+    context = serving_context(placement, batch, settings)
+    own = held(placement, at, kinds)
+    alone = RankClass(f"rank{rank}", at, rank, 1)
+    entries: list[Entry] = []
+    if batch.tokens:
+        _rank_forward(placement, context, alone, own, entries, moved)
+        return entries
+    out = Emitter(alone.name, batch.phase, entries)
+    for layer, kind in own.kinds.items():
+        if kind.layer.moe is not None and routing(context).feeders > 1:
+            out.emit(visit_ops(context, kind, moved(layer)), layer)
+    return entries
+
+
+def _rank_forward(
+    placement: Placement,
+    c: Context,
+    rank_class: RankClass,
+    own: Held,
+    entries: list[Entry],
+    moved: Callable[[int], Exchange] | None = None,
+) -> None:
     stage = placement.stages[rank_class.coordinate.pp]
     last = len(placement.stages) - 1
     out = Emitter(rank_class.name, c.batch.phase, entries)
     out.emit(embedding_ops(c, own.ends) if stage.index == 0 else stage_hand_off(c, "recv", stage.index - 1))
     for layer, kind in own.kinds.items():
-        out.emit(layer_ops(c, kind), layer)
+        rows = moved(layer) if moved is not None and kind.layer.moe is not None else None
+        out.emit(layer_ops(c, kind, rows), layer)
     sampled = c.batch.sequences if c.batch.sampled is None else c.batch.sampled
     if stage.index == last:
         out.emit(head_ops(placement, c, own.ends, sampled) if sampled else ())

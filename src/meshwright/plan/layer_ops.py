@@ -15,22 +15,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from meshwright.moves.context import rows
-from meshwright.plan.context_ops import attention_ops, cached_rows
+from meshwright.moves.expert import Exchange
+from meshwright.plan.context_ops import attention_ops, cached_rows, context_way
 from meshwright.plan.cores import Batch, recurrent_core
+from meshwright.plan.moe_ops import moe_ops
 from meshwright.plan.products import OUT_OPS, Kind, Product
-from meshwright.plan.wire import Op, Shape, Ways, collective, compute
+from meshwright.plan.wire import Op, Shape, Ways, collective, compute, parts
 from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.layout import Layout
-from meshwright.specs.model import Attention, Moe, Recurrent
+from meshwright.specs.model import Attention, Recurrent
 from meshwright.specs.shares import ExpertGrid
 
 #: Products behind the attention core: the output projection, and the first of two where it is factored.
 AFTER_CORE = OUT_OPS | {"o_a"}
-
-
-def parts(total: int, degree: int) -> int:
-    """The largest of ``degree`` nearly equal parts."""
-    return -(-total // degree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +122,23 @@ class Context:
         return collective(op, name, "tp", tp, (rows, self.hidden), self.dtype)
 
 
-def layer_ops(c: Context, kind: Kind) -> list[Op]:
-    """Forward of one layer; remembered by kind. Norms before and after each block follow checkpoint order."""
-    known = c.cache.get(id(kind))
+def layer_ops(c: Context, kind: Kind, moved: Exchange | None = None) -> list[Op]:
+    """Forward of one layer. Norms before and after each block follow checkpoint order.
+
+    Remembered by kind, but for a layer in which this rank moves just these rows to experts (``moved``).
+    """
+    known = c.cache.get(id(kind)) if moved is None else None
     if known is not None:
         return known
-    blocks = [ops for ops in (mixer_ops(c, kind), ffn_ops(c, kind)) if ops]
+    blocks = [ops for ops in (mixer_ops(c, kind), ffn_ops(c, kind, moved)) if ops]
     norms = [c.norm("norm", width) for width in kind.norms]
     each = parts(len(norms), max(1, len(blocks)))
     out: list[Op] = []
     for number, block in enumerate(blocks):
         around = norms[number * each : (number + 1) * each]
         out += [*around[:1], *block, *around[1:]]
-    c.cache[id(kind)] = out
+    if moved is None:
+        c.cache[id(kind)] = out
     return out
 
 
@@ -163,7 +164,8 @@ def mixer_ops(c: Context, kind: Kind) -> list[Op]:
         latent = [p for p in before if p.op == "kv_b" and c.batch.phase == "decode"]
         for p in before:
             if p not in latent:
-                ops.append(c.product(p, _mixer_tokens(c, mixer, p)))
+                again = c.layout.cp if p.op == "kv_b" and c.dealt and context_way(c) == "ring" else 1
+                ops.append(c.product(p, _mixer_tokens(c, mixer, p))._replace(repeats=again))
         if isinstance(mixer, Attention):
             absorbed = [_absorbed(c, mixer, p) for p in latent]
             ops += [keys for keys, _ in absorbed]
@@ -209,7 +211,7 @@ def _absorbed(c: Context, a: Attention, p: Product) -> tuple[Op, Op]:
     return each("keys", nope, rank, nope), each("values", rank, value, value)
 
 
-def ffn_ops(c: Context, kind: Kind) -> list[Op]:
+def ffn_ops(c: Context, kind: Kind, moved: Exchange | None = None) -> list[Op]:
     """Dense and sparse feed-forward blocks of a layer, then products that belong to neither."""
     ops: list[Op] = []
     dense = [p for p in kind.products if p.role == "mlp"]
@@ -220,99 +222,5 @@ def ffn_ops(c: Context, kind: Kind) -> list[Op]:
         ops += [c.product(p, c.tokens) for p in (*before, *after)]
         ops += c.leave("mlp output", cut)
     if kind.layer.moe is not None:
-        ops += _moe(c, kind, kind.layer.moe)
+        ops += moe_ops(c, kind, kind.layer.moe, moved)
     return ops + [c.product(p, c.tokens) for p in kind.products if p.role == "other"]
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Where tokens go in a mixture of experts.
-
-    Attributes:
-        span: ranks of the stage that share out one set of experts (etp x ep).
-        feeders: data ranks (dp x cp) whose tokens meet there.
-        sliced: each tp rank dispatches 1/tp of the tokens.
-    """
-
-    span: int
-    feeders: int
-    sliced: bool
-
-
-def routing(c: Context) -> Routing:
-    """Experts inside the tp group need no dispatch; beyond it tokens of several data ranks meet."""
-    span, tp = c.grid.etp * c.grid.ep, c.layout.tp
-    feeders = max(1, span // tp)
-    expert_parallel = c.grid.ep > 1 and feeders > 1
-    return Routing(span, feeders, tp > 1 and expert_parallel and (c.sp or (c.ways.moe_tp_slices and c.grid.etp == 1)))
-
-
-def _moe(c: Context, kind: Kind, m: Moe) -> list[Op]:
-    """Router, dispatch, local experts, combine, shared experts, one sum over tp.
-
-    Tokens are taken as spread evenly over experts: R = tokens x topk x local experts / experts, and the experts
-    whose weights are read are those that a uniform choice is expected to touch, E (1 - (1 - k/E)^tokens). Modelled.
-    """
-    r = routing(c)
-    t = parts(c.tokens, c.layout.tp) if r.sliced else c.tokens
-    by_role: dict[str, list[Product]] = {}
-    for p in kind.products:
-        by_role.setdefault(p.role, []).append(p)
-    experts, shared = by_role.get("expert", []), by_role.get("shared_expert", [])
-    inner = [p for p in shared if p.op == "latent_in" or (m.latent and p.op == "in")]
-    outer = [p for p in shared if p.op == "latent_out" or (m.latent and p.op == "out")]
-    shared = [p for p in shared if p not in inner and p not in outer]
-    whole_shared = not any(p.cut for p in shared if p.op in OUT_OPS)
-    end = _sum(c, r, any(p.cut for p in experts), whole_shared)
-    if r.sliced:
-        piece = (t, c.hidden)
-        ops = [] if c.sp else c.mark(collective("all_gather", "experts input", "tp", c.layout.tp, piece, c.dtype))
-        ops += [] if whole_shared else c.enter("shared experts input")
-    else:
-        ops = c.enter("experts input", bool(end))
-    ops += [c.product(p, t) for p in (*by_role.get("router", []), *inner)]
-    width = m.latent or c.hidden
-    held_ = max((p.experts for p in experts), default=0)
-    meeting = c.tokens * r.feeders
-    routed = parts(meeting * m.topk * held_, m.experts)
-    touched = min(held_, max(1, round(held_ * (1 - (1 - m.topk / m.experts) ** min(meeting, 1 << 20)))))
-    ops += _dispatch(c, r, m, t, width, "dispatch")
-    ops += [c.product(p, routed, touched) for p in sorted(experts, key=lambda p: p.op in OUT_OPS)]
-    ops += _dispatch(c, r, m, t, width, "combine")
-    shared_tokens = t if whole_shared else c.tokens
-    ops += [c.product(p, t) for p in outer]
-    ops += [c.product(p, shared_tokens) for p in sorted(shared, key=lambda p: p.op in OUT_OPS)]
-    return ops + end
-
-
-def _sum(c: Context, r: Routing, experts_cut: bool, whole_shared: bool) -> list[Op]:
-    """The one sum over tp at the end of a mixture of experts (and what replaces it when tokens were sliced)."""
-    tp = c.layout.tp
-    if not r.sliced:
-        partial = r.span > 1 and (r.feeders == 1 or experts_cut)
-        return c.leave("experts output", partial or not whole_shared)
-    out = [] if whole_shared else c.leave("shared experts output", True)
-    if not c.sp:
-        out += collective("all_gather", "experts output", "tp", tp, (parts(c.tokens, tp), c.hidden), c.dtype)
-    return out
-
-
-def _dispatch(c: Context, r: Routing, m: Moe, t: int, width: int, way: str) -> list[Op]:
-    """Tokens to their experts (``dispatch``) and results back (``combine``)."""
-    if r.feeders == 1:
-        return []
-    there = way == "dispatch"
-    if c.ways.experts == "allgather_reducescatter":
-        group = "ep" if r.sliced else "dp+cp" if c.layout.cp > 1 else "dp"
-        n = r.span if r.sliced else r.feeders
-        if there:
-            return collective("all_gather", f"tokens {way}", group, n, (t, width), c.dtype)
-        return collective("reduce_scatter", f"tokens {way}", group, n, (t * n, width), c.dtype)
-    shape = (t * m.topk, width)
-    ops = collective("all_to_all", f"tokens {way}", "ep", c.grid.ep, shape, c.dtype)
-    if c.grid.etp > 1 and r.sliced:
-        if there:
-            return ops + collective("all_gather", "tokens to experts", "etp", c.grid.etp, shape, c.dtype)
-        wide = (shape[0] * c.grid.etp, width)
-        return collective("reduce_scatter", "tokens from experts", "etp", c.grid.etp, wide, c.dtype) + ops
-    return ops

@@ -19,7 +19,9 @@ Shape = tuple[int, ...]
 class Op(NamedTuple):
     """One entry without its rank class, layer and order; fields as in ``ledger.schema.Entry``.
 
-    ``repeats`` becomes the entry's count. An op named ``mark`` is no entry: it says where the backward has a
+    ``repeats`` becomes the entry's count; ``splits``: elements to every member of an uneven all_to_all.
+
+    An op named ``mark`` is no entry: it says where the backward has a
     collective that the forward has not (see ``plan.backward``).
     """
 
@@ -34,6 +36,7 @@ class Op(NamedTuple):
     flops: int
     peer: int | None = None
     repeats: int = 1
+    splits: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,9 @@ class Ways:
             ``--all2all-backend``).
         moe_tp_slices: with experts over tp and dp, each tp rank dispatches 1/tp of the tokens and the result is
             all_gathered over tp (vLLM ``use_sequence_parallel_moe``); else every tp rank sends all of them.
+        moe_sp_slices: with sequence parallelism the slice of a rank is what it dispatches, also where its experts are
+            cut over tp (Megatron, which then gathers over etp); else those get the whole sequence.
+        router_dtype: element type in which routers multiply; empty: that of their weights.
         context: ``ring`` of K and V blocks, ``ulysses`` (all_to_all of heads), or ``all_gather`` of K and V.
         context_dealt: every prompt is dealt over cp in 2 cp equal chunks (``moves.context``), and so is the cache: in a
             decode step every cp rank computes all tokens, attends to its part of the cache, and the outputs with
@@ -62,6 +68,8 @@ class Ways:
     logits: Literal["gather", "all_gather"] = "gather"
     experts: Literal["all_to_all", "allgather_reducescatter"] = "all_to_all"
     moe_tp_slices: bool = True
+    moe_sp_slices: bool = True
+    router_dtype: str = ""
     context: Literal["ring", "ulysses", "all_gather"] = "ring"
     context_dealt: bool = False
     sp_gathers_again: bool = False
@@ -72,6 +80,11 @@ def ways(profile: EngineProfile) -> Ways:
     names = Ways.__dataclass_fields__
     given = {n: profile.constants[f"wire_{n}"] for n in names if f"wire_{n}" in profile.constants}
     return Ways(**given)  # type: ignore[arg-type]
+
+
+def parts(total: int, degree: int) -> int:
+    """The largest of ``degree`` nearly equal parts."""
+    return -(-total // degree)
 
 
 def nbytes(shape: Shape, dtype: str) -> int:

@@ -39,15 +39,15 @@ def _own_passes(lengths: Sequence[int], new_tokens: int, chunk: int | None) -> I
     while any(length > start for length in lengths):
         taken = [(min(most, length - start), start) for length in lengths if length > start]
         done = sum(start < length <= start + most for length in lengths)
-        yield _batch("prefill", taken, done, chunk)
+        yield batch_of("prefill", taken, done, chunk)
         start += most
     for number in range(new_tokens - 1 if lengths else 0):
-        yield _batch("decode", [(1, length + number) for length in lengths], len(lengths), chunk)
+        yield batch_of("decode", [(1, length + number) for length in lengths], len(lengths), chunk)
 
 
-def _batch(phase: str, each: list[tuple[int, int]], sampled: int, chunk: int | None) -> Batch:
-    """A batch of sequences with ``(new tokens, past)`` each; equal ones as a number of them."""
-    (new, past), count = each[0], len(each)
+def batch_of(phase: str, each: Sequence[tuple[int, int]], sampled: int, chunk: int | None) -> Batch:
+    """A batch of sequences with ``(new tokens, past)`` each; equal ones as a number of them, none as no tokens."""
+    (new, past), count = each[0] if each else (1, 0), len(each)
     unequal = () if all(row == each[0] for row in each) else tuple(each)
     assert phase in {"prefill", "decode"}
     return Batch("prefill" if phase == "prefill" else "decode", count, new, past, unequal, sampled, chunk)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from meshwright.ledger import store
 from meshwright.ledger.compare import HAND_OFFS
 from meshwright.ledger.schema import Entry, Holding, Ledger, Rank
 from meshwright.moves.context import neighbours, pieces_of, slots
-from meshwright.plan.forward import forward_entries
-from meshwright.plan.products import held
-from meshwright.prove.passes import passes
+from meshwright.plan.forward import forward_entries, rank_entries
+from meshwright.plan.products import Kind, held
+from meshwright.prove.passes import batch_of, passes
+from meshwright.prove.routing import Routes, meet, read_routing, walks
 from meshwright.specs.dtypes import size_bytes
 from meshwright.specs.hf.read import model_from_config
 from meshwright.specs.hf.resolve import resolve
@@ -65,6 +67,7 @@ class Request:
         every_rank: name every rank of the world; else the first one of every rank class.
         lengths: of every prompt, where they are not all ``tokens`` long.
         chunk: most prompt tokens of one sequence in a pass; None: the whole prompt.
+        routing: file with the experts of every token (``prove.routing``); None: an even choice.
     """
 
     model: str
@@ -78,6 +81,7 @@ class Request:
     every_rank: bool = True
     lengths: tuple[int, ...] = ()
     chunk: int | None = None
+    routing: str | None = None
 
     def lengths_of(self, replica: int) -> tuple[int, ...]:
         """Tokens of every prompt of a replica."""
@@ -107,7 +111,8 @@ def predict(request: Request) -> Ledger:
     """The ledger of the whole run: entries of every rank class, weights and KV cache, a row for every rank.
 
     Where ranks of one class do not do the same they are classes of their own: replicas whose prompts differ in length,
-    and places on the ring of context parallelism, which have other neighbours.
+    and places on the ring of context parallelism, which have other neighbours. With a mixture of experts every rank is,
+    because it sends and receives what the routing says.
 
     Raises:
         InputError: an unreadable model. IllegalLayoutError: the own engine refuses the layout.
@@ -116,6 +121,8 @@ def predict(request: Request) -> Ledger:
     spec = converted_spec(request.model, request.dtype)
     placement = place(spec, layout, engines.profile(ENGINE))
     ledger = Ledger(meta={**{k: str(v) for k, v in asdict(request).items()}, "kind": "prove"})
+    if spec.moe is not None:
+        return rank_by_rank(placement, request, ledger)
     lengths = [request.lengths_of(replica) for replica in range(layout.dp)]
     unequal, ring = any(other != lengths[0] for other in lengths), layout.cp > 1 and layout.cp_kind != "ulysses"
 
@@ -138,6 +145,38 @@ def predict(request: Request) -> Ledger:
                 ledger.holdings += [Holding(own, "weights", role, size, "exact") for role, size in sizes.items()]
                 cache = kv_bytes(placement, c.first_rank, request, lengths[dp])
                 ledger.holdings.append(Holding(own, "kv_cache", None, cache, "exact"))
+    return ledger
+
+
+def rank_by_rank(placement: Placement, request: Request, ledger: Ledger) -> Ledger:
+    """The ledger of a mixture of experts: a class for every rank, exact for the routing of the request."""
+    layout, kinds = placement.layout, dict[object, Kind]()
+    settings = ServeSettings(dtype=request.dtype, kv_dtype=request.dtype)
+    chosen = read_routing(request.routing) if request.routing is not None else None
+    lengths = [n for replica in range(layout.dp) for n in request.lengths_of(replica)]
+    wanted, together = request.micro_batches or layout.pp, meet(placement)
+    walked: dict[int, list[Routes]] = {}
+    for rank in range(layout.world) if request.every_rank else (c.first_rank for c in placement.classes):
+        at, name = placement.coordinate(rank), f"rank{rank}"
+        key = -1 if together else at.dp
+        if key not in walked:
+            replicas = range(layout.dp) if together else (at.dp,)
+            walked[key] = walks(placement, replicas, lengths, request.new_tokens, wanted, request.chunk, chosen)
+        entries: list[Entry] = []
+        for routes in walked[key]:
+            enters, decodes = routes.entering[at.dp], routes.decoding[at.dp]
+            sampled = sum(decodes or start + count == lengths[prompt] for prompt, start, count in enters)
+            each = [(count, start) for _, start, count in enters]
+            batch = batch_of("decode" if decodes else "prefill", each, sampled, request.chunk)
+            moved = partial(routes.of, rank)
+            for entry in rank_entries(placement, rank, batch, settings, moved, kinds):
+                entries.append(replace(entry, step=routes.step, microbatch=routes.microbatch))
+        ledger.entries += numbered(entries, at.cp, layout.cp)
+        sizes = placement.weight_bytes_by_role(at)
+        ledger.holdings += [Holding(name, "weights", role, size, "exact") for role, size in sizes.items()]
+        cache = kv_bytes(placement, rank, request, request.lengths_of(at.dp))
+        ledger.holdings.append(Holding(name, "kv_cache", None, cache, "exact"))
+        ledger.ranks.append(Rank(rank, {axis: getattr(at, axis) for axis in (*AXES, "ep")}, name))
     return ledger
 
 

@@ -6,8 +6,8 @@
               prediction (a process without torch) ──┼──> verdict
               the layout, every rank recorded ───────┘
 
-Where tokens go in a mixture of experts depends on numbers: the one process writes the experts that every token chose, and
-the prediction takes them as an input.
+Where tokens go in a mixture of experts depends on numbers: the one process writes the experts that every token chose,
+and the prediction takes them as an input.
 
 What is proven is said by ``Proof.scope``: this model, this layout, these prompts, on this machine, in fp32. Both sides
 share ``specs`` and ``moves``: that the reference itself is right is checked against transformers by the tests.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -89,6 +91,12 @@ def load_table(loads: Iterable[tuple[int, bool, Sequence[Load]]]) -> list[LayerL
         by = experts.get(layer, {})
         out.append(LayerLoad(layer, tuple(by[e] for e in sorted(by)), ranks[layer]))
     return out
+
+
+def write_choices(chosen: Mapping[int, Mapping[tuple[int, int], Sequence[int]]], path: str | Path) -> None:
+    """Write the experts of every token as JSON: by layer a row ``[prompt, position, experts]`` for every token."""
+    rows = {str(layer): [[*at, list(ids)] for at, ids in sorted(of.items())] for layer, of in chosen.items()}
+    Path(path).write_text(json.dumps(rows), encoding="utf-8")
 
 
 def as_plain(table: Sequence[LayerLoad]) -> list[dict[str, object]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.ledger.schema import Ledger
 from meshwright.moves.context import NOWHERE, Piece, decoded_at, keys, pieces_of
+from meshwright.runtime.loads import Load, write_choices
 from meshwright.specs.placement import Coordinate, Placement
 from meshwright.specs.shares import part
 
@@ -33,7 +34,8 @@ class ProofJob:
         folder: checkpoint. placement: of its model.
         prompts: token ids. new_tokens, block_size, micro_batches, dtype: of the generation.
         chunk: most prompt tokens of one sequence in a pass; None: the whole prompt.
-        numbers: file of the reference. A run with ``reference`` writes it, the others hold theirs against it.
+        numbers: file of the reference. A run with ``reference`` writes it, the others hold theirs against it; beside it
+            (``routing_of``) the experts that every token chose.
         reference: one process, not recorded.
         mutation: name of a planted mistake.
     """
@@ -78,7 +80,13 @@ class Farthest:
 
 @dataclass(slots=True)
 class RankProof:
-    """What one rank brings back. ``logits`` counts nothing on ranks that do not sample."""
+    """What one rank brings back.
+
+    Attributes:
+        logits: counts nothing on ranks that do not sample.
+        loads: rows of its experts. whole: its experts count in a table of all experts: no other rank of those that
+            share each of them does.
+    """
 
     rank: int
     tokens: dict[int, list[int]]
@@ -86,6 +94,13 @@ class RankProof:
     logits: Farthest = field(default_factory=Farthest)
     cache: Farthest = field(default_factory=Farthest)
     seconds: float = 0.0
+    loads: list[Load] = field(default_factory=list)
+    whole: bool = True
+
+
+def routing_of(numbers: str) -> str:
+    """File of the routing beside the file of the reference."""
+    return f"{numbers}.routing.json"
 
 
 def run_proof(rank: int, job: ProofJob) -> RankProof:
@@ -116,6 +131,8 @@ def run_proof(rank: int, job: ProofJob) -> RankProof:
     mesh = build_mesh(placement, rank)
     decoder = Decoder(mesh, weights, model.settings, dtype)
     kept = keep_cache(decoder)
+    for block in decoder.sparse:
+        block.log.keep = job.reference
     recorder = None if job.reference else Recorder(job.placement, rank, matmuls=True)
     with mistake.at_work(mesh, decoder) if mistake else nullcontext(), recorder or nullcontext():
         out = generate(
@@ -128,10 +145,12 @@ def run_proof(rank: int, job: ProofJob) -> RankProof:
             block_size=job.block_size,
             keep_logits=True,
         )
-    result = RankProof(rank, out.tokens, seconds=out.total_s)
+    result = RankProof(rank, out.tokens, seconds=out.total_s, loads=out.loads, whole=placement.place(at).etp == 0)
     if recorder is None:
         logits = {str(i): rows.contiguous() for i, rows in out.logits.items()}
         save_file(logits | kept, job.numbers)
+        if decoder.sparse:
+            write_choices({block.layer: block.log.chosen for block in decoder.sparse}, routing_of(job.numbers))
         return result
     recorder.hold("weights", None, resident_bytes(weights))
     recorder.hold("kv_cache", None, out.kv_cache_bytes)
