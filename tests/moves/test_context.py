@@ -14,7 +14,6 @@ from meshwright.moves.context import (
     chunk,
     dealt,
     decoded_at,
-    heads_fit,
     holder,
     keys,
     neighbours,
@@ -114,9 +113,3 @@ def test_by_hand() -> None:
     assert (pieces_of(7, 3), pieces_of(6, 3), pieces_of(6, None), pieces_of(6, 9)) == ([3, 3, 1], [3, 3], [6], [6])
     assert dealt(Piece(4, 3), 1, 0) == [4, 5, 6]
     assert slots([7], 3, 2) == 4 + 2
-    assert (heads_fit(8, 2, 4), heads_fit(6, 2, 3), heads_fit(9, 3, 3), heads_fit(4, 3, 2)) == (
-        True,
-        False,
-        True,
-        False,
-    )

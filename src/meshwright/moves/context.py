@@ -104,8 +104,3 @@ def reach(pieces: Sequence[Piece], cp: int, place: int, other: int) -> Reach:
     if other < place:
         return Reach(0, held - c)
     return Reach(c if other > place and len(pieces) == 1 else 0, held)
-
-
-def heads_fit(heads: int, kv_heads: int, cp: int) -> bool:
-    """Whether all_to_all can deal heads over cp: query heads divide, KV heads divide or are copied equally often."""
-    return heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)

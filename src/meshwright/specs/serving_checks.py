@@ -24,6 +24,7 @@ def serving_only(layout: Layout, workload: Workload | None, engine: str) -> Iter
         (layout.virtual > 1, f"{layout.virtual} virtual stages"),
         (layout.schedule != "1f1b", f"pipeline schedule {layout.schedule}"),
         (layout.sp, "sequence parallel training"),
+        (layout.cp_kind != "auto", f"choice of context parallelism (cp_kind {layout.cp_kind})"),
     ]
     for given, what in asked:
         if given:

@@ -41,6 +41,7 @@ def _not_here(layout: Layout) -> Iterator[Rule]:
         (layout.ep > 1, f"no expert parallelism (ep {layout.ep})", "use --engine transformers, megatron or deepspeed"),
         (layout.zero in {1, 2}, f"no ZeRO-{layout.zero} of its own", "use FSDP (zero=3), or --engine deepspeed"),
         (layout.sp or layout.dcp > 1 or layout.virtual > 1, "no such degrees", "use dp, tp and cp"),
+        (layout.cp_kind != "auto", "no choice of context parallelism by the layout", "leave cp_kind out"),
     ]
     for given, what, way in asked:
         if given:

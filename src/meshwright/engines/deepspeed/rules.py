@@ -41,6 +41,7 @@ def _not_here(layout: Layout) -> Iterator[Rule]:
     asked = [
         (layout.sp, "no sequence parallel norms (sp)", "drop sp; sequence_parallel_size is cp here"),
         (layout.dcp > 1, "no decode context parallelism", "use dcp 1"),
+        (layout.cp_kind == "ring", "no ring attention", "leave cp_kind out; DeepSpeed's cp is Ulysses"),
         (layout.virtual > 1 or layout.schedule != "1f1b", f"no pipeline schedule {layout.schedule}", "use 1f1b"),
     ]
     for given, what, way in asked:

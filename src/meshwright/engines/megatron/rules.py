@@ -68,6 +68,7 @@ def _training_only(layout: Layout, workload: Workload | None) -> Iterator[Rule]:
     knobs = layout.fsdp or Fsdp()
     asked = [
         (layout.dcp > 1, f"decode context parallel {layout.dcp}"),
+        (layout.cp_kind != "auto", f"choice of context parallelism by the layout (cp_kind {layout.cp_kind})"),
         (layout.schedule in {"gpipe", "zb-h1", "zbv", "dualpipev"}, f"pipeline schedule {layout.schedule}"),
         (knobs.wrap != "layer", "FSDP of the whole model at once"),
         (knobs.prefetch != 1, f"FSDP prefetch of {knobs.prefetch} units"),

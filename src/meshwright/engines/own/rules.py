@@ -10,7 +10,7 @@ from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.rules import Rule
-from meshwright.specs.shares import part
+from meshwright.specs.shares import groups_of, members_of, part
 from meshwright.specs.splits import splits
 from meshwright.specs.workload import Train, Workload
 
@@ -27,6 +27,7 @@ def check(spec: ModelSpec, layout: Layout, cluster: Cluster | None, workload: Wo
         *checks.virtual_stages(spec, layout),
         *checks.uneven_stages(spec, layout, _split),
         *_blocks(spec, layout),
+        *_all_to_all(spec, layout),
         *_ring_instead(spec, layout),
         *_decode_context(layout),
         *checks.zero_needs_ranks(layout),
@@ -133,10 +134,35 @@ def _blocks(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
             )
 
 
+def _all_to_all(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
+    """Ulysses deals the heads of every rank of tp over cp: KV heads divide it, or travel in equally many copies."""
+    cp, tp = layout.cp, layout.tp
+    if cp == 1 or layout.cp_kind != "ulysses":
+        return
+    for a in splits(spec).attentions:
+        held = set()
+        for index in {0, tp - 1} if a.kind != "gqa" or a.kv_heads >= tp or tp % a.kv_heads == 0 else ():
+            heads = members_of(a.heads, a.kv_heads if a.kind == "gqa" else a.heads, tp, index).size
+            held.add((heads, groups_of(a.kv_heads, tp, index).size if a.kind == "gqa" else heads))
+        for heads, kv_heads in sorted(held):
+            if heads % cp or (kv_heads % cp and cp % kv_heads):
+                yield broken(
+                    "heads_over_ulysses",
+                    "illegal",
+                    f"{heads} query and {kv_heads} KV heads of a rank cannot be dealt over context parallel {cp} by "
+                    "all-to-all",
+                    "leave cp_kind out: ring attention does not cut heads; or choose a cp that divides them",
+                    "arXiv:2309.14509, section 3",
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    cp=cp,
+                )
+
+
 def _ring_instead(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
     """Heads that context parallelism cannot deal out: the all-to-all form is out, ring attention works."""
     for a in splits(spec).attentions:
-        if layout.cp > 1 and a.heads % layout.cp:
+        if layout.cp > 1 and layout.cp_kind == "auto" and a.heads % layout.cp:
             rule = checks.ulysses(a.heads, a.kv_heads, layout.cp)[0]
             yield broken(
                 rule.code,

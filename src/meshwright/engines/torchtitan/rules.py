@@ -62,6 +62,7 @@ def _training_only(layout: Layout, workload: Workload | None) -> Iterator[Rule]:
         yield broken("does_not_serve", "illegal", "torchtitan trains and does not serve", "use --engine vllm")
     asked = [
         (layout.dcp > 1, f"decode context parallel {layout.dcp}"),
+        (layout.cp_kind != "auto", f"choice of context parallelism by the layout (cp_kind {layout.cp_kind})"),
         (layout.schedule == "zb-h1", "pipeline schedule zb-h1"),
         (layout.zero in {1, 2}, f"ZeRO-{layout.zero}: parameters are sharded too (zero=3) or copied (zero=0)"),
         (layout.fsdp is not None and layout.fsdp.wrap != "layer", "FSDP of the whole model at once"),

@@ -44,6 +44,7 @@ def _not_here(layout: Layout) -> Iterator[Rule]:
         ),
         (layout.zero in {1, 2}, f"no ZeRO-{layout.zero}", "use fsdp_size (zero=3)"),
         (layout.sp, "no sequence parallelism yet", "drop sp"),
+        (layout.cp_kind != "auto", "no choice of context parallelism", "leave cp_kind out"),
         (layout.virtual > 1 or layout.schedule != "1f1b", "no pipeline schedules", "leave them out"),
         (layout.etp not in {None, 1}, "no tensor parallelism inside an expert", "use etp 1"),
     ]
