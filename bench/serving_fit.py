@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from bench.serving_work import GENERATIONS, KINDS, Array, Counts
+from meshwright.plan.timing.closed_loop import Host, Load, Steps, closed_loop, pools
 
 ENGINES = ("trtllm", "vllm", "sglang")
 #: Prompts a user sends in one benchmark: a tenth of them meets the burst of the start.
@@ -24,8 +25,8 @@ def _by(names: tuple[str, ...], c: Constants, form: str) -> Array:
     return np.array([c[form.format(n)] for n in names])
 
 
-def step_seconds(c: Constants, counts: Counts) -> tuple[Array, Array]:
-    """Seconds of every step without the host's launches, and the launches."""
+def step_seconds(c: Constants, counts: Counts) -> tuple[Array, Array, Array]:
+    """Seconds of every step without the host's launches, the launches, and the seconds of experts."""
     k = counts.kernels
     number, kind, gen = k[:, 0].astype(int), k[:, 1].astype(int), k[:, 2].astype(int)
     read, compute, width, experts, held, spread, count = (k[:, i] for i in range(3, 10))
@@ -35,13 +36,14 @@ def step_seconds(c: Constants, counts: Counts) -> tuple[Array, Array]:
     dense = kind == 0
     memory = memory * np.where(dense & (fp4 > 0), c["memory.fp4"], 1) * np.where(unpacked > 0, c["unpacked"], 1)
     effort = effort * np.where(fp4 > 0, c["compute.fp4"], 1.0) * np.where(fp8 > 0, c["compute.fp8"], 1.0)
-    touched = held * (1 - (1 - np.minimum(experts / np.maximum(held, 1), 0.9999)) ** c["skew"])
+    touched = held * (1 - (1 - 0.9999 * experts / np.maximum(held, 1)) ** c["skew"])
     busiest = np.where(spread > 0, np.minimum(touched + c["imbalance"] * np.sqrt(touched), held), touched)
     read = read * np.where(experts > 0, busiest / np.maximum(experts, 1), 1.0)
     compute = compute * np.where(width > 0, 1 + c["ramp"] / np.maximum(width, 1), 1.0)
     p = c["sharpness"]
     seconds = ((read / memory) ** p + (compute / effort) ** p) ** (1 / p) * count
     total = np.bincount(number, seconds, len(counts.steps))
+    of_experts = np.bincount(number[kind == 1], seconds[kind == 1], len(counts.steps))
     m = counts.messages
     if len(m):
         at, mgen = m[:, 0].astype(int), m[:, 1].astype(int)
@@ -51,23 +53,22 @@ def step_seconds(c: Constants, counts: Counts) -> tuple[Array, Array]:
         total = total + np.bincount(at, wire, len(counts.steps))
     s = counts.steps
     moe = _by(GENERATIONS, c, "expert_launches.{}")[s[:, 0].astype(int)]
-    return total + s[:, 2] * c["passes"], s[:, 1] + s[:, 6] * moe + s[:, 7] * c["quantizing"]
+    return total + s[:, 2] * c["passes"], s[:, 1] + s[:, 6] * moe + s[:, 7] * c["quantizing"], of_experts
 
 
 def predict(c: Constants, counts: Counts) -> tuple[Array, Array, dict[str, Array]]:
     """TTFT and TPOT in seconds of every run."""
-    work, launches = step_seconds(c, counts)
+    work, launches, experts = step_seconds(c, counts)
     runs, i = counts.runs, counts.info
     engine = np.array([ENGINES.index(r.engine) if r.engine in ENGINES else 1 for r in runs])
-    launch, eager, request, sequence = (
-        _by(ENGINES, c, f"{n}.{{}}")[engine] for n in ("launch", "eager", "request", "sequence")
+    launch, eager, request, sequence, idle = (
+        _by(ENGINES, c, f"{n}.{{}}")[engine] for n in ("launch", "eager", "request", "sequence", "eager_decode")
     )
-    idle = _by(ENGINES, c, "eager_decode.{}")[engine]
-    seqs, isl, osl = i["batch"], i["isl"], i["osl"]
+    seqs = i["batch"]
     undeclared = np.array([r.eager for r in runs])
     gain = np.where([r.speculative for r in runs], c["accepted"], 1.0)
-    fixed = ~np.array([r.uniform for r in runs])
-    alone, pooled = engine == 2, np.array([r.prefill is not None for r in runs])
+    fixed, alone = ~np.array([r.uniform for r in runs]), engine == ENGINES.index("sglang")
+    pooled = np.array([r.prefill is not None for r in runs])
 
     def graph(at: Array, n: Array) -> Array:
         return work[at] + launches[at] * launch + c["step"] + n * sequence
@@ -75,40 +76,31 @@ def predict(c: Constants, counts: Counts) -> tuple[Array, Array, dict[str, Array
     def decoded(at: Array, n: Array) -> Array:
         return np.where(undeclared, np.maximum(graph(at, n), launches[at] * idle), graph(at, n)) / gain
 
-    dec = decoded(counts.dec, seqs)
-    pre, mix = graph(counts.pre, seqs * 0), graph(counts.mix, seqs)
-    each = np.where(pooled, pre * 0.8, np.maximum(mix - graph(counts.dec, seqs), 0.1 * pre))
-    chunks = np.ceil(isl / BUDGET)
-    least = launches[counts.mix] * eager * chunks
-    packed = np.maximum(1.0, np.minimum(np.floor(BUDGET / isl), seqs))
-
-    def rounded(m: Array) -> Array:
-        base = np.where(alone | pooled, pre - each, graph(counts.dec, seqs))
-        return np.maximum(base + m * each, least)
-
-    lock = np.where(fixed & alone, 1.0, 1.0 / PROMPTS)
-    group = np.where(fixed & ~alone, packed ** c["cluster"], 1.0)
-    one, full = rounded(group), rounded(packed)
-    lost = np.where(alone, 0.0, dec)
-    rounds = seqs / packed
-    steady = np.maximum(seqs / group - 1, 0) * np.maximum(one - lost, 0) / osl
-    locked = np.maximum(rounds - 1, 0) / 2 * np.maximum(full - lost, 0) / osl
-    tpot = dec + (1 - lock) * steady + lock * locked
-    asked = i["users"] / (i["dp"] * i["workers"])
-    queue = np.where(asked > seqs, (asked - seqs) / seqs * osl * tpot, 0.0)
-    polled = np.where([r.polled for r in runs], np.where(i["users"] < 16, 10.0, 30.0), 1.0)
-    wait = polled * dec / 2 + np.where([r.dp_waits for r in runs], c["dp_wait"], 0.0) * dec
-    busy = np.where(group > 1, 0.0, np.minimum(seqs * one / (seqs * one + osl * dec), 0.9))
-    first = (1 - lock) * one * (1 + c["queue"] * busy) + lock * full * (1 + np.maximum(rounds - 1, 0) / 2)
-    ttft = first + wait + request + queue
-    # Prefill and decode pools.
-    move = c["transfer"] + i["kv_bytes"] / c["transfer_gb_s"] / 1e9
-    share = i["users"] / i["lanes"]
-    begin = one * (1 + np.maximum(share - 1, 0) / 2 / PROMPTS) + move + request
-    busy = np.minimum(share * one / (begin + osl * dec), 0.9)
-    begin = np.maximum(begin + one * busy / 2, share * one - osl * dec)
-    tpot, ttft = np.where(pooled, dec, tpot), np.where(pooled, begin, ttft)
-    return ttft, tpot, {"dec": dec, "pre": pre, "mix": mix, "inc": one, "queue": queue, "full": full}
+    plain, prompt = graph(counts.dec, seqs), graph(counts.pre, seqs * 0)
+    each = np.maximum(graph(counts.mix, seqs) - plain, 0.1 * prompt)
+    floor = launches[counts.mix] * eager * np.ceil(i["isl"] / BUDGET)
+    dec, low = decoded(counts.dec, seqs), decoded(counts.low, np.maximum(1, seqs // 4))
+    wait = np.where([r.polled for r in runs], np.where(i["users"] < 16, 5.0, 15.0), 0.5)
+    wait = wait + np.where([r.dp_waits for r in runs], c["dp_wait"], 0.0)
+    host = Host(request, wait, c["queue"])
+    load = Load(
+        seqs, i["users"] / (i["dp"] * i["workers"]), i["isl"], i["osl"], BUDGET, alone * 1.0,
+        np.where(fixed & alone, 1.0, 1.0 / PROMPTS), np.where(fixed & ~alone, c["cluster"], 0.0),
+    )  # fmt: skip
+    t = closed_loop(Steps(dec, low, prompt, each, floor), load, host, np.maximum, np.minimum)
+    solo = prompt - experts[counts.pre] * (1 - 1 / i["each_dp"])
+    lanes = Steps(dec, low, solo + (prompt - solo) * np.minimum(i["users"] / i["lanes"] / 8, 1.0), each, floor)
+    move = _by(ENGINES, c, "transfer.{}")[engine] + i["kv_bytes"] / c["transfer_gb_s"] / 1e9
+    p = pools(
+        lanes, i["users"], i["lanes"], i["dp"] * i["workers"], i["osl"], move, Host(request, 0.5, c["queue"]),
+        1.0 / PROMPTS, np.maximum, np.minimum,
+    )  # fmt: skip
+    ttft, tpot = np.where(pooled, p.ttft, t.ttft), np.where(pooled, p.tpot, t.tpot)
+    return (
+        ttft,
+        tpot,
+        {"dec": dec, "pre": prompt, "inc": np.where(pooled, lanes.prompt, t.round), "queue": t.place_wait},
+    )
 
 
 def residuals(c: Constants, counts: Counts) -> tuple[Array, Array]:
@@ -122,7 +114,7 @@ def residuals(c: Constants, counts: Counts) -> tuple[Array, Array]:
 #: Constant -> (prior value, log spread of the prior). A spread of 0: not fitted.
 PRIORS: dict[str, tuple[float, float]] = {
     "sharpness": (4.0, 0.3), "ramp": (285.0, 0.5), "unpacked": (0.9, 0.15), "passes": (0.5, 0.5), "imbalance": (0.6, 0.5), "skew": (0.7, 0.5), "eager_decode.trtllm": (60e-6, 0.2), "eager_decode.vllm": (35e-6, 0.2), "eager_decode.sglang": (45e-6, 0.2), "queue": (1.0, 0.5), "dp_wait": (60.0, 0.3), "quantizing": (0.7, 0.4), "expert_launches.hopper": (1.0, 0.4), "expert_launches.blackwell": (0.8, 0.4),
-    "cluster": (0.8, 0.3),  
+    "cluster": (0.8, 0.3),
     "memory.fp4": (0.64, 0.3), "compute.fp4": (0.8, 0.2), "compute.fp8": (0.9, 0.15),
     "memory.hopper.dense": (0.8, 0.1), "memory.hopper.experts": (0.8, 0.15), "memory.hopper.attention": (0.75, 0.15), "memory.hopper.light": (0.8, 0.0),
     "memory.blackwell.dense": (0.8, 0.1), "memory.blackwell.experts": (0.8, 0.15), "memory.blackwell.attention": (0.75, 0.15), "memory.blackwell.light": (0.8, 0.0),
@@ -133,7 +125,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "eager.trtllm": (70e-6, 0.5), "eager.vllm": (35e-6, 0.5), "eager.sglang": (60e-6, 0.5),
     "request.trtllm": (0.03, 0.5), "request.vllm": (0.03, 0.5), "request.sglang": (0.05, 0.5),
     "sequence.trtllm": (12e-6, 0.4), "sequence.vllm": (18e-6, 0.4), "sequence.sglang": (14e-6, 0.4),
-    "step": (3e-4, 0.7), "accepted": (1.7, 0.2), "transfer": (0.04, 0.5), "transfer_gb_s": (33.0, 0.4),
+    "step": (3e-4, 0.7), "accepted": (1.7, 0.2), "transfer.trtllm": (0.04, 0.5), "transfer.vllm": (0.04, 0.5), "transfer.sglang": (0.1, 0.5), "transfer_gb_s": (33.0, 0.4),
 }  # fmt: skip
 
 

@@ -85,11 +85,12 @@ def place_pool(path: str, precision: str, engine: str, pool: Pool) -> Placement:
     """
     spec = spec_of(path, precision)
     layout = Layout(tp=pool.tp, pp=pool.pp, dp=pool.dp, ep=pool.moe_ep if spec.moe else 1)
-    names = [engine if engine in engines.FOLDERS else engines.DEFAULT, "meshwright"]
+    own = engine if engine in engines.FOLDERS else engines.DEFAULT
+    whole = layout.with_(ep=layout.tp * layout.dp) if spec.moe else layout
     errors: list[str] = []
-    for name in names:
+    for name, option in ((own, layout), (own, whole), ("meshwright", layout)):
         try:
-            return place(spec, layout, engines.profile(name))
+            return place(spec, option, engines.profile(name))
         except MeshwrightError as error:
             errors.append(str(error))
     raise InputError(errors[0])

@@ -17,7 +17,7 @@ from bench.serving_specs import cluster_for, place_pool
 from meshwright.plan.cores import Batch
 from meshwright.plan.products import held
 from meshwright.plan.serve_memory import serve_memory
-from meshwright.plan.timing.collective import curve, table
+from meshwright.plan.timing.collective import curve, joined, table
 from meshwright.plan.timing.compute import generation, peak_flops, unit_dtype
 from meshwright.plan.timing.step import Work, step_work
 from meshwright.specs.cluster import Cluster
@@ -49,17 +49,17 @@ class Flat:
             unpacked = k.dtype == "fp4" and unit != "fp4"
             self.kernels.append((
                 number, KINDS.index(k.kind), gen, k.moved_bytes / device.bandwidth_bytes_s,
-                k.flops / peak_flops(device, k.dtype), k.width, k.experts, k.held, k.spread, k.count,
+                k.flops / peak_flops(device, k.dtype), k.width, k.experts, k.held, k.spread, k.repeats,
                 k.dtype == "fp4" and not unpacked, unpacked, k.dtype == "f8_e4m3",
             ))  # fmt: skip
         for m in work.messages:
             c = curve(m.op, m.wiring, cluster)
-            own = m.op == "all_reduce" and not m.wiring.across and cluster.intra.kind == "nvswitch"
+            own = m.op == "all_reduce" and joined(m.wiring, cluster.inter) and cluster.intra.kind == "nvswitch"
             own = own and m.payload_bytes <= table()["small"]["limit_bytes"]
             top = 536870912.0
             self.messages.append((
                 number, gen, c.seconds(m.payload_bytes), c.seconds(512.0),
-                m.payload_bytes / top * c.seconds(top) / table()["small"]["bandwidth"], own, m.count,
+                m.payload_bytes / top * c.seconds(top) / table()["small"]["bandwidth"], own, m.repeats,
                 m.op == "all_to_all",
             ))  # fmt: skip
         self.steps.append((
@@ -111,7 +111,7 @@ def _count(flat: Flat, placement: Placement, cluster: Cluster, decode: Batch | N
 def collect(runs: Sequence[Run]) -> Counts:
     """Count the steps of all runs."""
     flat, known = Flat(), {}
-    names = ("users", "batch", "isl", "osl", "dp", "workers", "lanes", "cap", "launches_dec", "kv_bytes")
+    names = ("users", "batch", "isl", "osl", "dp", "workers", "lanes", "each_dp", "cap", "launches_dec", "kv_bytes")
     info: dict[str, list[float]] = {name: [] for name in names}
     at: dict[str, list[int]] = {"dec": [], "low": [], "mix": [], "pre": []}
     for run in runs:
@@ -121,7 +121,7 @@ def collect(runs: Sequence[Run]) -> Counts:
         replicas = pool.dp * pool.workers
         asked = max(1, -(-run.users // replicas))
         cap = max(1, capacity(placement, cluster, isl, osl, known) // pool.dp)
-        batch = min(asked, cap)
+        batch = asked if run.prefill else min(asked, cap)
         new = 3 if run.speculative else 1
         past = isl + osl // 2
         at["dec"].append(_count(flat, placement, cluster, Batch("decode", batch, new, past), None))
@@ -138,7 +138,7 @@ def collect(runs: Sequence[Run]) -> Counts:
         )
         row = {
             "users": run.users, "batch": batch, "isl": isl, "osl": osl, "dp": pool.dp, "workers": pool.workers,
-            "lanes": before.dp * before.workers, "cap": cap, "launches_dec": 0,
+            "lanes": before.dp * before.workers, "each_dp": before.dp, "cap": cap, "launches_dec": 0,
             "kv_bytes": isl * sum(
                 a.cached_values_per_token for layer in placement.spec.layers if (a := layer.attention)
             ) * 2.0,

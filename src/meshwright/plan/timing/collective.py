@@ -240,6 +240,11 @@ def _alpha_beta(op: str, members: int, link: Link) -> Curve:
     return _made(op, members, points, "scaled", "modelled")
 
 
+def joined(wiring: Wiring, inter: Link) -> bool:
+    """Whether the group lies in one node or in one rack-wide NVLink domain."""
+    return not wiring.across or (inter.max_devices is not None and wiring.members <= inter.max_devices)
+
+
 def small_all_reduce_seconds(wiring: Wiring, payload_bytes: float, latency_share: float, cluster: Cluster) -> float:
     """An all_reduce by a serving engine's own kernels below their size limit, else NCCL's.
 
@@ -251,8 +256,9 @@ def small_all_reduce_seconds(wiring: Wiring, payload_bytes: float, latency_share
     """
     nccl = curve("all_reduce", wiring, cluster)
     seconds = nccl.seconds(payload_bytes)
-    small = table()["small"]
-    if wiring.across or cluster.intra.kind not in {"nvlink", "nvswitch"} or payload_bytes > small["limit_bytes"]:
+    small: Mapping[str, float] = table()["small"]
+    peers = joined(wiring, cluster.inter) and cluster.intra.kind in {"nvlink", "nvswitch"}
+    if not peers or payload_bytes > small["limit_bytes"]:
         return seconds
     top = 536870912.0
     own = latency_share * nccl.seconds(512.0) + payload_bytes / top * nccl.seconds(top) / small["bandwidth"]

@@ -53,8 +53,13 @@ class Efficiency(NamedTuple):
 
 
 @cache
-def constants() -> Mapping[str, Any]:
-    """``constants/timing.json``: efficiencies by generation, fitted by ``bench/fit_serving.py``."""
+def constants() -> Mapping[str, float]:
+    """Fitted values by name (``constants/timing.json``, where each has its prior and its reason)."""
+    return {name: entry["value"] for name, entry in _file()["constants"].items()}
+
+
+@cache
+def _file() -> Mapping[str, Any]:
     text = Path(__file__).parents[1].joinpath("constants", "timing.json").read_bytes()
     data: Mapping[str, Any] = json.loads(text)
     return data
@@ -69,7 +74,7 @@ def generation(device: Device) -> str:
 def shape_class(op: Op) -> ShapeClass:
     """The class of an op on the compute stream."""
     if op.op == "matmul":
-        return "experts" if len(op.shapes[1]) == 3 else "dense"
+        return "experts" if op.name.startswith("expert.") else "dense"
     return "attention" if op.op == "attention" else "light"
 
 
@@ -80,14 +85,17 @@ def efficiency(device: Device, kind: ShapeClass, dtype: str) -> Efficiency:
 
 @cache
 def _efficiency(of: str, kind: ShapeClass, dtype: str, unit: str) -> Efficiency:
-    data = constants()
-    row = data["generations"][of]
-    memory, compute = row["memory"][kind], row["compute"][kind]
-    if kind in {"dense", "experts"}:
-        compute *= row["compute_dtype"].get(unit, 1.0)
-        memory *= data["unpacked"] if unit != dtype and dtype == "fp4" else row["memory_dtype"].get(dtype, 1.0)
-        return Efficiency(memory, compute, data["ramp_width"])
-    return Efficiency(memory, compute)
+    c = constants()
+    memory, compute = c[f"memory.{of}.{kind}"], c[f"compute.{of}.{kind}"]
+    unpacked = dtype == "fp4" and unit != "fp4"
+    if unpacked:
+        memory *= c["unpacked"]
+    elif dtype == "fp4":
+        compute *= c["compute.fp4"]
+        memory *= c["memory.fp4"] if kind == "dense" else 1.0
+    elif dtype == "f8_e4m3":
+        compute *= c["compute.fp8"]
+    return Efficiency(memory, compute, c["ramp"])
 
 
 def roofline(moved_bytes: Any, flops: Any, rate: Any, peak: Any, sharpness: float) -> Any:
@@ -120,5 +128,5 @@ def op_seconds(op: Op, device: Device) -> float:
 def op_time(op: Op, device: Device) -> Seconds:
     """The same with interval and word: calibrated on the generations that the constants were fitted on."""
     fitted = device.vendor == "nvidia" and device.capability.partition(".")[0] in {"9", "10"}
-    width = constants()["width_log"]["calibrated" if fitted else "modelled"]
+    width = _file()["width_log"]["calibrated" if fitted else "modelled"]
     return spread(op_seconds(op, device), width, "calibrated" if fitted else "modelled")

@@ -27,7 +27,7 @@ from meshwright.specs.profile import ServeSettings
 
 
 class Kernel(NamedTuple):
-    """Equal work on the compute stream, ``count`` times.
+    """Equal work on the compute stream, ``repeats`` times.
 
     Attributes:
         kind: shape class (``compute.ShapeClass``). dtype: of the weights.
@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
         experts, held: experts whose weights are read, and those that the rank holds (0: no experts).
         spread: the experts lie on several ranks, so that the busiest one decides.
         part: what the time is shown as: weights, experts, attention, other.
-        count: repetitions in the step.
+        repeats: in the step.
     """
 
     kind: str
@@ -47,16 +47,16 @@ class Kernel(NamedTuple):
     held: int
     spread: bool
     part: str
-    count: int
+    repeats: int
 
 
 class Message(NamedTuple):
-    """Equal collectives, ``count`` times; ``payload_bytes``: what enters on a rank."""
+    """Equal collectives, ``repeats`` times; ``payload_bytes``: what enters on a rank."""
 
     op: str
     wiring: Wiring
     payload_bytes: float
-    count: int
+    repeats: int
 
 
 class Work(NamedTuple):

@@ -1,0 +1,136 @@
+"""Timed steps of a serving layout: decoding, a prompt alone, a prompt beside the decoding requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, sqrt
+from typing import NamedTuple
+
+from meshwright.plan.cores import Batch
+from meshwright.plan.products import Held, Kind, held
+from meshwright.plan.timing.closed_loop import Steps
+from meshwright.plan.timing.collective import Wiring, joined
+from meshwright.plan.timing.compute import constants
+from meshwright.plan.timing.estimate import Word
+from meshwright.plan.timing.step import step_work
+from meshwright.plan.timing.step_time import EngineTime, StepTime, engine_time, step_seconds
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.placement import Coordinate, Placement
+from meshwright.specs.profile import ServeSettings
+from meshwright.specs.workload import Serve
+
+#: Prompt tokens of a step where the settings do not say (the engines' usual default).
+PROMPT_BUDGET = 8192
+#: Least share of its own time that a prompt adds to a step, whatever the difference of two timed steps says.
+LEAST_ADDED = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """How the requests come, beyond what a workload says.
+
+    Attributes:
+        prompts_per_user: requests that a user sends one after the other in the time looked at; the first ones come
+            all at once, so that their share of the mean is its inverse (10: what serving benchmarks send).
+        equal_lengths: all requests have the same lengths, so that those admitted together stay together.
+        poll_steps: steps between two looks of the scheduler at its inbox (SGLang ``--scheduler-recv-interval``).
+        dp_wait_steps: steps that attention replicas wait for each other's prompts (TensorRT-LLM).
+        accepted: tokens a step with speculative decoding; None: from the fitted acceptance.
+    """
+
+    prompts_per_user: float = 10.0
+    equal_lengths: bool = False
+    poll_steps: float = 1.0
+    dp_wait_steps: float = 0.0
+    accepted: float | None = None
+
+
+class StageRank(NamedTuple):
+    """A pipeline stage: what its first rank class multiplies, and where that rank is."""
+
+    stage: int
+    own: Held
+    at: Coordinate
+
+
+class StepSet(NamedTuple):
+    """Seconds of the steps for the formulas, and the parts of a decode step and of a prompt on the busiest stage."""
+
+    steps: Steps
+    decode: StepTime
+    prompt: StepTime
+
+
+def stage_ranks(placement: Placement) -> list[StageRank]:
+    """The first rank class of every stage."""
+    kinds: dict[object, Kind] = {}
+    found: dict[int, StageRank] = {}
+    for rank_class in placement.classes:
+        at = rank_class.coordinate
+        if at.pp not in found:
+            found[at.pp] = StageRank(at.pp, held(placement, at, kinds), at)
+    return [found[stage] for stage in sorted(found)]
+
+
+def accepted_tokens(settings: ServeSettings, stated: float | None = None) -> float:
+    """Tokens of a step with speculative decoding: 1 + a + a^2 + ... over the drafted ones; a from the fitted two."""
+    if not settings.speculative:
+        return 1.0
+    if stated is not None:
+        return stated
+    a = (sqrt(1 + 4 * (constants()["accepted"] - 1)) - 1) / 2
+    return sum(a**i for i in range(settings.speculative_tokens + 1))
+
+
+def timed_steps(
+    placement: Placement,
+    cluster: Cluster,
+    settings: ServeSettings,
+    workload: Serve,
+    running: int,
+    conditions: Conditions,
+    ranks: Sequence[StageRank],
+) -> StepSet:
+    """Time the steps of one replica with ``running`` requests in the middle of their outputs.
+
+    A pipeline of p stages decodes p batches in turn: a token takes p passes of the slowest stage.
+    """
+    engine = engine_time(placement.profile.engine)
+    stages, node = placement.layout.pp, cluster.devices_per_node
+    drafted = settings.speculative_tokens if settings.speculative else 0
+    gain = accepted_tokens(settings, conditions.accepted)
+    past = workload.isl + workload.osl // 2
+
+    def timed(rank: StageRank, requests: int, prompt: bool) -> StepTime:
+        batch = Batch("decode", -(-requests // stages), 1 + drafted, past) if requests else None
+        text = Batch("prefill", 1, workload.isl) if prompt else None
+        work = step_work(placement, settings, node, rank.own, rank.stage, rank.at, batch, text)
+        return step_seconds(work, cluster, engine)
+
+    decodes = [timed(rank, running, False) for rank in ranks]
+    slowest = max(range(len(ranks)), key=lambda i: decodes[i].seconds)
+    decode, rank = decodes[slowest], ranks[slowest]
+    low = timed(rank, max(1, running // 4), False)
+    mixed, prompt = timed(rank, running, True), timed(rank, 0, True)
+    others = sum(timed(other, 0, True).seconds for other in ranks if other is not rank)
+    budget = settings.max_num_batched_tokens or PROMPT_BUDGET
+    least = decode.launches * engine.eager_decode_s if settings.enforce_eager else 0.0
+    steps = Steps(
+        dec=stages * max(decode.seconds, least) / gain,
+        low=stages * max(low.seconds, least) / gain,
+        prompt=prompt.seconds,
+        each=max(mixed.seconds - decode.seconds, LEAST_ADDED * prompt.seconds),
+        floor=mixed.launches * engine.eager_s * ceil(workload.isl / budget),
+        fill=others,
+    )
+    return StepSet(steps, decode, prompt)
+
+
+def word_of(placement: Placement, cluster: Cluster, engine: EngineTime) -> Word:
+    """``calibrated`` where engine and device generation were fitted and the layout stays on measured links."""
+    device, layout = cluster.device, placement.layout
+    fitted = device.vendor == "nvidia" and device.capability.partition(".")[0] in {"9", "10"}
+    members = layout.tp * layout.pp * (layout.dp if placement.spec.moe is not None else 1)
+    near = joined(Wiring(members, min(members, cluster.devices_per_node)), cluster.inter)
+    return "calibrated" if engine.fitted and fitted and near and layout.pp == 1 else "modelled"
