@@ -57,11 +57,12 @@ class Reader(Protocol):
         """
 
 
-#: Modules in the order in which they are asked; binary formats first, free text last. One that is absent is skipped.
+#: Modules in the order in which they are asked, free text last. RAS comes before the Flight Recorder: the JSON of both
+#: has ``nccl_version``, and RAS asks for more.
 READERS = (
+    "meshwright.doctor.readers.ras",
     "meshwright.doctor.readers.flight_recorder",
     "meshwright.doctor.readers.ledger",
-    "meshwright.doctor.readers.ras",
     "meshwright.doctor.readers.inspector",
     "meshwright.doctor.readers.xpu_timer",
     "meshwright.doctor.readers.stacks",
