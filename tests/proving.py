@@ -27,6 +27,7 @@ def proofs(
     *,
     new_tokens: int = 4,
     tokens: int = 6,
+    lengths: Sequence[int] = (),
     timeout_s: float = 100.0,
     numbers: Path,
     **options: Any,
@@ -34,16 +35,17 @@ def proofs(
     """The verdict on a layout, once for every mutation; one reference and one launch of the ranks for all."""
     wanted, spec = parse_layout(layout), read_folder(folder).spec
     placement = legal(spec, wanted)
-    count = wanted.dp * wanted.pp
-    prompts = tuple(tuple((7 * p + 5 * t + 3) % spec.vocab for t in range(tokens)) for p in range(count))
+    count = len(lengths) or wanted.dp * wanted.pp
+    each = lengths or (tokens,) * count
+    prompts = tuple(tuple((7 * p + 5 * t + 3) % spec.vocab for t in range(n)) for p, n in enumerate(each))
     job = ProofJob(str(folder), placement, prompts, new_tokens, str(numbers), **options)
-    alone = replace(job, placement=legal(spec, Layout()), reference=True)
+    alone = replace(job, placement=legal(spec, Layout()), reference=True, chunk=None)
     reference = run_local(run_proof, 1, (alone,), timeout_s)[0]
     jobs = [replace(job, mutation=name) for name in mutations]
     ranks = run_local(run_proofs, wanted.world, (jobs,), timeout_s)
     if spec.moe is not None:
         options["routing"] = routing_of(str(numbers))
-    request = Request(str(folder), layout, count, tokens, new_tokens, **options)
+    request = Request(str(folder), layout, count, tokens, new_tokens, lengths=tuple(lengths), **options)
     predicted = predict(request)
     out = []
     for number, name in enumerate(mutations):

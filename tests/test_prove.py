@@ -173,14 +173,13 @@ def test_mutations_can_be_listed_and_a_layout_is_asked_for() -> None:
     [
         (("llama", "--layout", "tp=5"), 1, "3 KV heads can neither be divided nor replicated over tensor parallel 5"),
         (("llama", "--layout", "pp=6"), 1, "6"),
-        (("llama", "--layout", "cp=2"), 1, "cp"),
+        (("llama", "--layout", "tp=2,dcp=2"), 1, "dcp"),
         (("llama", "--layout", "dp=100"), 1, "at most 64"),
         (("llama", "--layout", "tp=2", "--mutate", "nonsense"), 2, "choose from skip-all-reduce"),
         (("llama", "--layout", "pp=2", "--mutate", "wrong-head-range"), 2, "needs tp of at least 2"),
         (("llama", "--layout", "tp=2", "--mutate", "doubled-bias"), 2, "needs a model with biases"),
         (("llama", "--layout", "tp=2", "--tokens", "255"), 2, "exceed the 256 positions"),
-        (("llama", "--layout", "tp=2", "--prompt-ids", "1,2", "--prompt-ids", "3"), 2, "of one length"),
-        (("llama", "--layout", "dp=2", "--prompt-ids", "1,2"), 2, "a multiple of 2"),
+        (("llama", "--layout", "cp=2,cp_kind=ulysses"), 1, "9 query and 3 KV heads"),
         (("nowhere", "--layout", "tp=2"), 2, "config.json"),
     ],
 )

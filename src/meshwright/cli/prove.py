@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1 << 16
 
 _MODEL = typer.Argument(None, help="Folder with config.json and safetensors weights; with --dry also a name.")
-_PROMPT_IDS = typer.Option([], "--prompt-ids", help="Token ids: 1,15,7. May be given several times, in one length.")
+_PROMPT_IDS = typer.Option([], "--prompt-ids", help="Token ids: 1,15,7. May be given several times.")
 _OUT = typer.Option(None, "--out", help="Folder for both ledgers, as JSON lines.")
 
 
@@ -33,6 +33,7 @@ def prove(
     micro_batches: int | None = typer.Option(
         None, "--micro-batches", help="Groups in flight; default: as many as stages, --dry: at most 2."
     ),
+    chunk: int | None = typer.Option(None, "--chunk", help="Prompt tokens of a sequence in a pass; default: all."),
     dry: bool = typer.Option(False, "--dry", help="No weights, no numbers: only the ledger, for any number of ranks."),
     mutate: str | None = typer.Option(
         None, "--mutate", help="Plant a mistake; the proof must fail. 'list' shows them."
@@ -58,6 +59,8 @@ def prove(
     if dry:
         if prompt_ids:
             raise InputError("--prompt-ids with --dry: a dry-run has no numbers, so ids do not matter; give --tokens")
+        if chunk is not None:
+            raise InputError("--chunk with --dry: a dry-run takes prompts in at once; leave it out")
         _dry(str(model), layout, tokens, new_tokens, micro_batches, mutate, out, limit_s, as_json)
     from meshwright.prove import proof as proofs
 
@@ -70,6 +73,7 @@ def prove(
         seed=seed,
         new_tokens=new_tokens or proofs.NEW_TOKENS,
         micro_batches=micro_batches,
+        chunk=chunk,
         mutate=mutate,
         timing=timing,
         timeout_s=limit_s,

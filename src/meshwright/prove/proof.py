@@ -130,6 +130,7 @@ def prove(
     new_tokens: int = NEW_TOKENS,
     seed: int = 0,
     micro_batches: int | None = None,
+    chunk: int | None = None,
     block_size: int = 16,
     mutate: str | None = None,
     timing: bool = False,
@@ -141,11 +142,12 @@ def prove(
     Args:
         model: folder with config.json and safetensors weights.
         layout: degrees.
-        prompts: token ids, all of one length, a multiple of dp in number; None: random ids, as many prompts as there
-            are stages on every replica.
+        prompts: token ids; dealt over dp in runs. None: random ids, as many prompts as there are stages on every
+            replica.
         tokens, seed: length and seed of the random prompts.
         new_tokens: greedy tokens for every prompt; the first comes from the prefill, the others from decode steps.
         micro_batches: groups of prompts in flight; None: as many as stages.
+        chunk: most prompt tokens of one sequence in a pass; None: the whole prompt at once.
         block_size: tokens of a cache block.
         mutate: name of a planted mistake (``runtime.mutate``), with which the proof must fail.
         timing: also calibrate this machine, and time the layout when it is proven.
@@ -161,17 +163,23 @@ def prove(
     spec = read_folder(folder).spec
     placement = legal(spec, wanted)
     ids = _prompts(spec, wanted, prompts, tokens, seed)
-    tokens = len(ids[0])
+    if chunk is not None and chunk < 1:
+        raise InputError(f"--chunk {chunk}; at least 1 is needed")
+    lengths = tuple(map(len, ids))
+    few, tokens = min(lengths), max(lengths)
     check_length(spec, tokens, new_tokens)
     mistake = mutation(mutate, placement, new_tokens) if mutate else None
     many = "s" * (len(ids) > 1)
-    scope = f"{len(ids)} prompt{many} of {tokens} tokens and {new_tokens} new, f32, gloo on this machine"
+    long = f"{few} to {tokens}" if few < tokens else str(tokens)
+    scope = f"{len(ids)} prompt{many} of {long} tokens and {new_tokens} new, f32, gloo on this machine"
     proof = Proof(spec.name, wanted, wanted.world, scope, mutate)
-    request = Request(folder, str(wanted), len(ids), tokens, new_tokens, "f32", block_size, micro_batches)
+    request = Request(folder, str(wanted), len(ids), tokens, new_tokens, "f32", block_size, micro_batches, chunk=chunk)
+    request = replace(request, lengths=lengths if few < tokens else ())
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as scratch:
         numbers = f"{scratch}/numbers"
         job = ProofJob(folder, placement, ids, new_tokens, numbers, "f32", block_size, micro_batches, mutation=mutate)
         alone = replace(job, placement=place(spec, Layout(), placement.profile), reference=True, mutation=None)
+        job = replace(job, chunk=chunk)
         say("one process")
         with timed(proof, "one process"):
             reference = run_local(run_proof, 1, (alone,), timeout_s)[0]
@@ -223,15 +231,8 @@ def _prompts(
         chance = random.Random(seed)
         count = layout.dp * layout.pp
         return tuple(tuple(chance.randrange(spec.vocab) for _ in range(tokens)) for _ in range(count))
-    if not given or len(given) > MAX_PROMPTS or not given[0]:
+    if not given or len(given) > MAX_PROMPTS or not all(given):
         raise InputError(f"{len(given)} prompts; 1 to {MAX_PROMPTS} are needed, none empty")
-    lengths = sorted({len(prompt) for prompt in given})
-    if len(lengths) > 1:
-        raise InputError(f"prompts of {lengths[0]} and {lengths[-1]} tokens; those of one proof are of one length")
-    if len(given) % layout.dp:
-        raise InputError(
-            f"{len(given)} prompts for dp {layout.dp}; every replica needs as many: give a multiple of {layout.dp}"
-        )
     return tuple(map(tuple, given))
 
 
