@@ -5,7 +5,8 @@ moves nothing, and only those that hold the coordinate are made. ``Decoder`` and
 recorder sees every collective, hand-off and matrix product as in a real run.
 
 What a rank would receive does not exist, so whatever the program branches on is given: every sampled token is 0, and
-where experts are chosen the choice is even. A mistake that changes only numbers cannot be seen here.
+where experts are chosen the choice is even (``parallel.expert.EvenChoice``). A mistake that changes only numbers cannot
+be seen here.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def run_dry(_: int, job: DryJob) -> DryRank:
     from meshwright.runtime.mesh import build_mesh
     from meshwright.runtime.models.decoder import Decoder
     from meshwright.runtime.mutate import mutation
+    from meshwright.runtime.parallel.expert import EvenChoice
     from meshwright.runtime.record import Recorder
 
     began = time.perf_counter()
@@ -102,6 +104,8 @@ def run_dry(_: int, job: DryJob) -> DryRank:
         mesh = replace(mesh, store=given_tokens(micro_batch_sizes(job)))
     decoder = Decoder(mesh, weights, job.settings, TORCH_DTYPES[job.dtype])
     give_samples(decoder)
+    for block in decoder.sparse:
+        block.ways.given = EvenChoice()
     recorder = Recorder(job.placement, job.rank, matmuls=True, source="dry-run")
     with mistake.at_work(mesh, decoder) if mistake else nullcontext(), recorder:
         out = generate(
