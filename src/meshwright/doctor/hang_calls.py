@@ -74,7 +74,7 @@ def _jumped(view: View, d: Divergence) -> tuple[str, str, bool]:
     kind, _ = _kind_of_other(view, d)
     stacks = d.found_stack >= 0 and d.expected_stack >= 0
     if not stacks and not d.known_before:
-        return kind, "a skipped or an extra call", kind == "wrong_op"
+        return kind, "a skipped or an extra call: nothing recorded behind it decides", False
     if not stacks:
         return "skipped_call", f"{kind}: nothing recorded after it decides", False
     words = _names(view, d.found_stack)
@@ -88,17 +88,21 @@ def _jumped(view: View, d: Divergence) -> tuple[str, str, bool]:
     return "extra_call", "these ranks left their loop earlier (uneven inputs)", len(d.guilty) < len(d.others)
 
 
-def _after_loop(view: View, d: Divergence) -> bool:
-    """Whether the odd call's line lies behind every line of the others in the outermost function they share."""
-    lane = view.lanes.of[d.group][d.others[0]]
+def after_loop(view: View, found_stack: int, usual: set[int]) -> bool:
+    """Whether a call's line lies behind every line of the usual stacks in the outermost function where they part."""
     stacks = view.incident.stacks
-    own = stacks[d.found_stack]
-    usual = {number for number in memoryview(lane.stacks).cast("i") if number >= 0}
-    for frame in reversed(own):
+    for frame in reversed(stacks[found_stack] if found_stack >= 0 else ()):
         lines = {f.line for n in usual for f in stacks[n] if (f.file, f.function) == (frame.file, frame.function)}
         if lines and frame.line not in lines:
             return frame.line > max(lines)
     return False
+
+
+def _after_loop(view: View, d: Divergence) -> bool:
+    """The same against what the others called up to the divergence."""
+    lane = view.lanes.of[d.group][d.others[0]]
+    stacks = set(memoryview(lane.stacks).cast("i")[: d.seq - lane.first])
+    return d.expected_stack in stacks and after_loop(view, d.found_stack, {n for n in stacks if n >= 0})
 
 
 def _shifted(d: Divergence) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int, bool]:
@@ -161,7 +165,10 @@ def _shift_finding(view: View, d: Divergence, label: str) -> Finding:
         evidence.append("operations and shapes agree; only the lines that they come from are shifted")
     other = ranks_text(others)
     alternative = f"{other} {'issued it as an extra call' if kind == 'skipped_call' else 'skipped it'}" if tie else None
-    confidence = _confidence(view, d, d.matched >= 2 or (d.matched >= 1 and d.clear))
+    confidence = _confidence(view, d, d.matched >= 2)
+    if kind == "skipped_call" and d.found_stack >= 0 and not d.known_before and _after_loop(view, d):
+        kind, stack, alternative = "uneven_inputs", d.found_stack, f"{who} skipped {text}{many}"
+        head = f"{who} left the loop earlier: {view.call_text(d.found)}{view.where(stack)}, call #{d.seq} of {label}"
     return Finding(
         kind,
         guilty,

@@ -6,20 +6,23 @@ different groups follow each other still tells.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from meshwright.doctor.incident import Trace
 from meshwright.doctor.view import View
+from meshwright.ledger.check import fit_of
 
 #: Rows of a rank that are compared, the last ones.
 WINDOW = 4000
+MAX_PEERS = 16
 LOOK_AHEAD = 64
+#: With fewer peers in the group, ranks of other groups are asked as well.
+FEW_PEERS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """One call too few or too many of a rank against its peers."""
+    """Calls too few, too many or in another order on a rank; ``found_stack`` is where its own call came from."""
 
     kind: str
     rank: int
@@ -29,6 +32,8 @@ class Deviation:
     signature: int
     stack: int
     matched: int
+    count: int
+    found_stack: int
     confidence: str
 
 
@@ -66,8 +71,27 @@ def _anchor(view: View, trace: Trace, peer: Trace) -> tuple[int, int] | None:
     return None
 
 
-def _against(view: View, trace: Trace, peer: Trace) -> tuple[str, int, int] | None:
-    """Kind, row of the peer (skipped) or of the rank (extra) and calls that line up behind."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one peer shows: kind, count, row on the rank that has the call in question, matched calls behind."""
+
+    kind: str
+    count: int
+    row: int
+    on_peer: bool
+    matched: int
+    mine: int
+    usual: bool
+
+
+def _usual(keys: list[tuple[object, ...]], at: int, histories: list[list[tuple[object, ...]]]) -> bool:
+    """Whether what ends at a place came before in the same order, in any of the histories."""
+    piece = keys[max(0, at - 3) : at + 1]
+    size = len(piece)
+    return any(piece == h[i : i + size] for h in histories for i in range(min(at, len(h)) - size))
+
+
+def _against(view: View, trace: Trace, peer: Trace) -> _Found | None:
     anchor = _anchor(view, trace, peer)
     if anchor is None:
         return None
@@ -75,44 +99,66 @@ def _against(view: View, trace: Trace, peer: Trace) -> tuple[str, int, int] | No
     at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
     if at is None:
         return None
-    best: tuple[str, int, int] | None = None
-    for kind, a, b, row in (
-        ("skipped_call", mine[at:], theirs[at + 1 :], at + anchor[1] + max(0, len(peer) - WINDOW)),
-        ("extra_call", mine[at + 1 :], theirs[at:], at + anchor[0] + max(0, len(trace) - WINDOW)),
-    ):
-        count = min(len(a), len(b), LOOK_AHEAD)
-        matched = sum(x == y for x, y in zip(a[:count], b[:count], strict=True))
-        if count >= 2 and matched == count and (best is None or matched > best[2]):
-            best = (kind, row, matched)
-    return best
+    here, there = (at + a + max(0, len(t) - WINDOW) for a, t in ((anchor[0], trace), (anchor[1], peer)))
+    usual = _usual(mine, at, [mine[:at], theirs[:at]]) and not _usual(theirs, at, [mine[:at], theirs[:at]])
+    a, b = mine[at:], theirs[at:]
+    if len(a) > 2 and len(b) > 2 and a[:2] == b[1::-1] and a[0][0] != a[1][0]:
+        rest = min(len(a), len(b), 2 + LOOK_AHEAD)
+        if a[2:rest] == b[2:rest]:
+            return _Found("group_order", 1, here, False, rest - 2, here, usual)
+    fit = fit_of(b, a)
+    if fit is not None and fit.kind == "extra" and all(call in theirs[:at] for call in a[: fit.count]):
+        skipped = fit_of(b, a, ("skipped",))  # of calls that all know, one is rather left out than made twice
+        fit = skipped if skipped is not None and skipped.matched >= fit.matched - 1 else fit
+    if fit is None or fit.kind == "other" or fit.matched < 2:
+        return None
+    if fit.kind == "skipped":
+        return _Found("skipped_call", fit.count, there, True, fit.matched, here, usual)
+    return _Found("extra_call", fit.count, here, False, fit.matched, here, usual)
+
+
+def _peers(view: View, rank: int) -> list[int]:
+    """Ranks to hold a rank against: those in the groups of its trouble, and others where these are few."""
+    traces, stall = view.incident.traces, view.stall
+    calls = [*stall.awaited.get(rank, ()), *stall.pending.get(rank, ())]
+    groups = {c.group for c in calls}
+    near = {m for g in groups for m in view.incident.groups[g].members if m != rank and m in traces}
+    far = sorted(set(traces) - near - {rank}) if len(near) < FEW_PEERS else []
+    return [*sorted(near)[:MAX_PEERS], *far[: max(0, MAX_PEERS - len(near))]]
 
 
 def deviation(view: View, rank: int) -> Deviation | None:
-    """How a rank's order of calls departs from that of most peers in the groups where it is missing; None if not."""
-    traces, stall = view.incident.traces, view.stall
+    """How a rank's order of calls departs from that of most peers; None if not, or if the peers are the odd ones."""
+    traces = view.incident.traces
     trace = traces[rank]
     if trace.active_only or not len(trace):
         return None
-    groups = {c.group for c in stall.awaited.get(rank, ())}
-    peers = sorted({m for g in groups for m in view.incident.groups[g].members if m != rank and m in traces})
-    votes: Counter[tuple[str, int, int]] = Counter()
-    rows: dict[tuple[str, int, int], tuple[int, int, int]] = {}
-    by: dict[tuple[str, int, int], list[int]] = {}
-    for peer in peers[:16]:
+    peers = [p for p in _peers(view, rank) if not traces[p].active_only and _anchor(view, trace, traces[p]) is not None]
+    by: dict[tuple[str, int, int], list[tuple[int, _Found]]] = {}
+    for peer in peers:
         found = _against(view, trace, traces[peer])
-        if found is None:
-            continue
-        kind, row, matched = found
-        of = traces[peer] if kind == "skipped_call" else trace
-        key = (kind, of.group[row], of.seq[row])
-        votes[key] += 1
-        rows[key] = (of.signature[row], of.stack[row], matched)
-        by.setdefault(key, []).append(peer)
-    if not votes:
+        if found is not None:
+            of = traces[peer] if found.on_peer else trace
+            by.setdefault((found.kind, of.group[found.row], of.seq[found.row]), []).append((peer, found))
+    if not by:
         return None
-    key, count = sorted(votes.items(), key=lambda item: (-item[1], item[0]))[0]
-    if count * 2 <= min(len(peers), 16):
+    key, rows = sorted(by.items(), key=lambda item: (-len(item[1]), item[0]))[0]
+    alone = len(peers) == 1
+    if len(rows) * 2 <= len(peers) or (alone and rows[0][1].usual):
         return None
-    signature, stack, matched = rows[key]
-    confidence = "high" if count >= 2 and matched >= 4 else "medium"
-    return Deviation(key[0], rank, tuple(by[key]), key[1], key[2], signature, stack, matched, confidence)
+    peer, found = rows[0]
+    of = traces[peer] if found.on_peer else trace
+    confidence = "high" if len(rows) >= 2 and found.matched >= 4 else "medium"
+    return Deviation(
+        key[0],
+        rank,
+        tuple(p for p, _ in rows),
+        key[1],
+        key[2],
+        of.signature[found.row],
+        of.stack[found.row],
+        found.matched,
+        found.count,
+        trace.stack[found.mine],
+        confidence,
+    )

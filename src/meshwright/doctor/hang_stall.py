@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from meshwright.doctor.advice import ADVICE
 from meshwright.doctor.findings import Finding, ranks_text
+from meshwright.doctor.hang_calls import after_loop
+from meshwright.doctor.hang_crossed import call_name, crossings, cycle_crossing, earliest, since
 from meshwright.doctor.hang_programs import Deviation, deviation
 from meshwright.doctor.incident import SCHEDULED, STARTED, Fact, Frame, user_frame
 from meshwright.doctor.view import View, site_of
-from meshwright.ledger.stall import Pending
 
 #: Functions at the innermost frames of a host that waits for its own device.
 _DEVICE_WAITS = (
@@ -27,6 +28,8 @@ _DEVICE_WAITS = (
 )
 #: Calls behind which a member must lie to be believed rather than the moment at which dumps were taken.
 _LAG = 1
+#: Ranks whose whole order of calls is held against others'.
+MAX_SUSPECTS = 16
 
 
 def stack_of(view: View, rank: int) -> tuple[list[Frame], Fact | None]:
@@ -40,29 +43,6 @@ def stack_of(view: View, rank: int) -> tuple[list[Frame], Fact | None]:
     return [], None
 
 
-def call_name(view: View, call: Pending) -> str:
-    """``all_reduce #59958 of default_pg``."""
-    trace = view.incident.traces[call.rank]
-    kind = view.incident.signatures[trace.signature[call.row]]
-    return f"{kind.op} #{call.seq} of {view.label(call.group)}"
-
-
-def created(view: View, call: Pending) -> float | None:
-    """When a pending call was issued, Unix seconds."""
-    at = view.incident.traces[call.rank].created_ns[call.row]
-    return at / 1e9 if at else None
-
-
-def _since(view: View, calls: Sequence[Pending]) -> float | None:
-    times = [at for c in calls if (at := created(view, c)) is not None]
-    return min(times) if times else None
-
-
-def _earliest(view: View, calls: Sequence[Pending]) -> Pending:
-    """The call that was issued first, by any rank."""
-    return min(calls, key=lambda c: (created(view, c) or 1e18, c.rank, c.row))
-
-
 def _waits_for_device(frames: Sequence[Frame]) -> bool:
     return any(f.function in _DEVICE_WAITS for f in frames[:4])
 
@@ -70,41 +50,64 @@ def _waits_for_device(frames: Sequence[Frame]) -> bool:
 def roots(view: View, explained: frozenset[int]) -> list[Finding]:
     """One finding for every set of ranks that is waited for and waits for nobody, by kind."""
     stall = view.stall
+    own = [r for r in stall.roots if r not in explained]
+    held = frozenset(r for r in own if r in stall.pending)
+    waiters = sorted({c.rank for r in own for c in stall.awaited[r]})
+    suspects = waiters if held and len(waiters) < len(own) else own
+    if held and len(waiters) == len(own):
+        suspects = [*own, *waiters]
+    out = [deviated(view, off) for r in suspects[:MAX_SUSPECTS] if (off := deviation(view, r)) is not None]
+    blamed = {r for f in out for r in f.guilty_ranks}
+    if any(r in waiters for r in blamed):
+        return out
+    crossed, handled = crossings(view, held - blamed)
+    out += crossed
     sorted_out: dict[tuple[str, str], list[tuple[int, list[str], list[str]]]] = {}
-    deviations: list[Finding] = []
-    for rank in stall.roots:
-        if rank in explained:
-            continue
-        off = deviation(view, rank)
-        if off is not None:
-            deviations.append(_deviation(view, off))
+    for rank in own:
+        if rank in handled or rank in blamed:
             continue
         kind, confidence, evidence, unknown = _judge(view, rank)
+        if kind == "device_stuck" and suspects is waiters and not any(c.completed_by for c in stall.pending[rank]):
+            kind, confidence = "unknown", "low"
+            unknown.append("most ranks are behind a few: whether these went one call too far is not recorded")
         sorted_out.setdefault((kind, confidence), []).append((rank, evidence, unknown))
-    out = deviations
     for (kind, confidence), rows in sorted_out.items():
         out.append(_root_finding(view, kind, confidence, rows))
     return out
 
 
-def _deviation(view: View, off: Deviation) -> Finding:
-    verb = "skipped" if off.kind == "skipped_call" else "issued an extra"
-    text = view.call_text(off.signature)
+def deviated(view: View, off: Deviation) -> Finding:
+    """A rank whose order of calls over all groups departs from its peers'."""
+    kind, stack = off.kind, off.stack
+    usual = {n for p in off.peers[:1] for n in view.incident.traces[p].stack if n >= 0 and n != off.found_stack}
+    if kind == "skipped_call" and off.found_stack >= 0 and after_loop(view, off.found_stack, usual):
+        kind, stack = "uneven_inputs", off.found_stack
+    verb = {
+        "skipped_call": "skipped",
+        "extra_call": "issued an extra",
+        "group_order": "took in another order",
+        "uneven_inputs": "left the loop before",
+    }[kind]
+    who, many = ranks_text((off.rank,)), f" and {off.count - 1} more" if off.count > 1 else ""
+    text = f"{view.call_text(off.signature)}{many}{view.where(off.stack)}"
+    evidence = (
+        f"against {ranks_text(off.peers)} its calls over all groups part at #{off.seq} of {view.label(off.group)}; "
+        f"with {off.count} {'taken in' if off.kind == 'skipped_call' else 'taken out'}, {off.matched} calls behind "
+        "it agree",
+    )
+    calls = [*view.stall.awaited.get(off.rank, []), *view.stall.pending.get(off.rank, [])]
     return Finding(
-        off.kind,
+        kind,
         (off.rank,),
         view.waiting((off.rank,)),
-        view.site(off.stack),
-        _since(view, view.stall.awaited.get(off.rank, [])),
+        view.site(stack),
+        since(view, calls),
         off.confidence,
-        f"{ranks_text((off.rank,))} {verb} {text}{view.where(off.stack)}, call #{off.seq} of {view.label(off.group)}",
-        (
-            f"against {ranks_text(off.peers)} its calls in all groups are shifted by one from there on; "
-            f"{off.matched} calls behind it line up",
-        ),
+        f"{who} {verb} {text}, call #{off.seq} of {view.label(off.group)}",
+        evidence,
         (),
-        ADVICE[off.kind],
-        None,
+        ADVICE[kind],
+        f"{ranks_text(off.peers)} are wrong and {who} right" if len(off.peers) == 1 else None,
         view.label(off.group),
         off.seq,
         view.incident.signatures[off.signature].op,
@@ -115,7 +118,7 @@ def _judge(view: View, rank: int) -> tuple[str, str, list[str], list[str]]:
     """Kind, confidence, evidence and what is unknown about one root."""
     stall, trace = view.stall, view.incident.traces[rank]
     own = stall.pending.get(rank, [])
-    first = _earliest(view, stall.awaited[rank])
+    first = earliest(view, stall.awaited[rank])
     issued = stall.issued.get(first.group, {}).get(rank)
     evidence = [
         f"{ranks_text(sorted({c.rank for c in stall.awaited[rank]}))} wait for rank {rank} in {call_name(view, first)}"
@@ -166,7 +169,7 @@ def _host_confidence(view: View, rank: int, backend: str, unknown: list[str]) ->
 def _root_finding(view: View, kind: str, confidence: str, rows: list[tuple[int, list[str], list[str]]]) -> Finding:
     ranks = tuple(sorted(r for r, _, _ in rows))
     awaited = [c for r in ranks for c in view.stall.awaited[r]]
-    first = _earliest(view, awaited)
+    first = earliest(view, awaited)
     frames, site, inside = [], None, ""
     for rank in ranks:
         frames, _ = stack_of(view, rank)
@@ -193,7 +196,7 @@ def _root_finding(view: View, kind: str, confidence: str, rows: list[tuple[int, 
         ranks if kind != "unknown" else (),
         waiting,
         site,
-        _since(view, awaited),
+        since(view, awaited),
         confidence,
         head,
         evidence,
@@ -210,8 +213,12 @@ def cycles(view: View, explained: frozenset[int]) -> list[Finding]:
     """Ranks that wait for each other in calls of different groups, or in hand-offs."""
     out = []
     for ranks in view.stall.cycles:
-        if not explained & set(ranks):
-            out.append(_cycle(view, ranks))
+        if explained & set(ranks):
+            continue
+        crossed = cycle_crossing(view, ranks)
+        suspects = [*(crossed.guilty_ranks if crossed is not None else ()), *ranks][:MAX_SUSPECTS]
+        off = next((o for r in suspects if (o := deviation(view, r)) is not None), None)
+        out.append(deviated(view, off) if off is not None else crossed or _cycle(view, ranks))
     return out
 
 
@@ -245,7 +252,7 @@ def _cycle(view: View, ranks: tuple[int, ...]) -> Finding:
         guilty,
         view.waiting(guilty),
         view.site(stack),
-        _since(view, list(blocked.values())),
+        since(view, list(blocked.values())),
         "high" if lead else "medium",
         head,
         evidence,
@@ -264,11 +271,11 @@ def nobody_missing(view: View) -> list[Finding]:
     if not calls or any(c.missing for c in calls):
         return []
     absent = sorted({r for c in calls for r in c.absent})
-    first = _earliest(view, calls)
-    name, since = call_name(view, first), _since(view, calls)
+    first = earliest(view, calls)
+    name, began = call_name(view, first), since(view, calls)
     lagging = sorted(r for r, own in pending.items() if sum(1 for c in own if c.completed_by) >= _LAG)
     if lagging and len(lagging) < len(view.incident.traces) / 2 and not absent:
-        return [_lag(view, tuple(lagging), since)]
+        return [_lag(view, tuple(lagging), began)]
     if absent:
         return [
             Finding(
@@ -276,7 +283,7 @@ def nobody_missing(view: View) -> list[Finding]:
                 (),
                 view.waiting(()),
                 None,
-                since,
+                began,
                 "low",
                 f"everything recorded waits in calls with {ranks_text(absent)}, of which there is no record",
                 (f"all other members entered {name}",),
@@ -301,7 +308,7 @@ def nobody_missing(view: View) -> list[Finding]:
                 ranks,
                 view.waiting(ranks),
                 None,
-                since,
+                began,
                 "medium",
                 f"the device of {ranks_text(ranks)} never began {name}, which the other members began",
                 (f"state is 'started' on {ranks_text(sorted(started[STARTED]))}, 'scheduled' on {ranks_text(ranks)}",),
@@ -318,7 +325,7 @@ def nobody_missing(view: View) -> list[Finding]:
             (),
             view.waiting(()),
             None,
-            since,
+            began,
             "medium",
             f"every member entered {name} with the same operation, shape and type, yet it does not end",
             (f"{len(pending)} ranks wait, none is missing from any call",),
@@ -331,14 +338,14 @@ def nobody_missing(view: View) -> list[Finding]:
     ]
 
 
-def _lag(view: View, ranks: tuple[int, ...], since: float | None) -> Finding:
+def _lag(view: View, ranks: tuple[int, ...], began: float | None) -> Finding:
     call = next(c for c in view.stall.pending[ranks[0]] if c.completed_by)
     return Finding(
         "device_stuck",
         ranks,
         view.waiting(ranks),
         None,
-        since,
+        began,
         "medium",
         f"the device of {ranks_text(ranks)} stands still: calls that ended elsewhere do not end there",
         (f"{call_name(view, call)} completed on {ranks_text(call.completed_by)}, not on {ranks_text(ranks)}",),

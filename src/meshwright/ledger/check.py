@@ -75,7 +75,9 @@ def _pairs(lane: Lane, with_stacks: bool) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fit:
+class Fit:
+    """How two sequences line up: ``kind`` of ``count`` calls, ``matched`` of ``compared`` behind agree."""
+
     kind: str
     count: int
     matched: int
@@ -87,22 +89,24 @@ def _agreement(a: Sequence[object], b: Sequence[object]) -> tuple[int, int]:
     return sum(x == y for x, y in zip(a[:compared], b[:compared], strict=True)), compared
 
 
-def _fit(right: Sequence[object], odd: Sequence[object]) -> _Fit | None:
+def fit_of(
+    right: Sequence[object], odd: Sequence[object], kinds: tuple[str, ...] = ("other", "skipped", "extra")
+) -> Fit | None:
     """How ``odd`` lines up with ``right``, both from the divergence on; None when nothing lines up or none follows."""
     best: tuple[float, int, int] | None = None
-    chosen: _Fit | None = None
+    chosen: Fit | None = None
     options: list[tuple[str, int, Sequence[object], Sequence[object]]] = [("other", 1, right[1:], odd[1:])]
     for shift in range(1, MAX_SHIFT + 1):
         options.append(("skipped", shift, right[shift:], odd))
         options.append(("extra", shift, right, odd[shift:]))
     for kind, count, a, b in options:
         matched, compared = _agreement(a, b)
-        if not compared or matched < AGREES * compared or not matched:
+        if kind not in kinds or not compared or matched < AGREES * compared or not matched:
             continue
         # The longest agreement wins; of equal ones the smaller change; a substitution before a shift.
         rank = (min(matched, 8) - 2.0 * (count - 1), matched, -count)
         if best is None or rank > best:
-            best, chosen = rank, _Fit(kind, count, matched, compared)
+            best, chosen = rank, Fit(kind, count, matched, compared)
     return chosen
 
 
@@ -180,9 +184,9 @@ def _divergence(
     right, odd = _longest(lanes, right_ranks, seq), _longest(lanes, odd_ranks, seq)
     stacks = min(*ints(right.stacks), *ints(odd.stacks)) >= 0
     rights, odds = _pairs(right, stacks)[seq - right.first :], _pairs(odd, stacks)[seq - odd.first :]
-    fit = _fit(rights, odds)
+    fit = fit_of(rights, odds)
     if fit is None and stacks and not by_stack:
-        fit = _fit([c for c, _ in rights], [c for c, _ in odds])
+        fit = fit_of([c for c, _ in rights], [c for c, _ in odds])
     kind, known, usual = _jump(right, odd, seq, stacks)
     matched, count = 0, 1
     same_line = stacks and rights[0][1] == odds[0][1] and rights[0][0] != odds[0][0]
@@ -209,6 +213,14 @@ def _divergence(
     )
 
 
+def _oriented(found: Divergence, lanes: dict[int, Lane]) -> Divergence:
+    """Of two equal halves the one is odd whose call did not come before, when the other's is what usually follows."""
+    if found.kind not in {"jumped", "other"} or (found.usual and not found.known_before):
+        return found
+    turned = _divergence(found.group, lanes, found.seq, list(found.guilty), list(found.others), False, found.by_stack)
+    return turned if turned.usual and not turned.known_before else found
+
+
 def _of_calls(group: int, lanes: dict[int, Lane], passed: Callable[[int, int], bool]) -> list[Divergence]:
     """The first order number at which calls differ, unless all members completed it."""
     start = -(1 << 60)
@@ -222,7 +234,8 @@ def _of_calls(group: int, lanes: dict[int, Lane], passed: Callable[[int, int], b
             continue
         value, clear = _majority(classes)
         rights = classes.pop(value)
-        return [_divergence(group, lanes, seq, rights, odd, clear, False) for odd in classes.values()]
+        found = [_divergence(group, lanes, seq, rights, odd, clear, False) for odd in classes.values()]
+        return found if clear or len(found) > 1 else [_oriented(found[0], lanes)]
     return []
 
 
@@ -243,7 +256,7 @@ def _of_stacks(group: int, lanes: dict[int, Lane], before: int | None) -> list[D
             right, other = _longest(lanes, rights, seq), _longest(lanes, odd, seq)
             a = ints(right.stacks)[seq - right.first :].tolist()
             b = ints(other.stacks)[seq - other.first :].tolist()
-            fit = _fit(a, b)
+            fit = fit_of(a, b)
             if fit is not None and fit.kind in {"skipped", "extra"}:
                 found.append(_divergence(group, lanes, seq, rights, odd, clear, True))
         if found:

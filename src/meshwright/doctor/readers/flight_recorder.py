@@ -71,7 +71,7 @@ class _Gatherer:
     def __init__(self, sources: Sequence[Source], incident: Incident) -> None:
         self.sources, self.incident = sources, incident
         self.dumps: dict[int, Dump] = {}
-        self._shared: dict[bytes, array[int]] = {}
+        self._shared: dict[tuple[str, bytes], array[int]] = {}
 
     def lost(self, index: int) -> None:
         self.incident.lack(f"{self.sources[index].name}: could not be read (it breaks the reader or takes too long)")
@@ -88,7 +88,7 @@ class _Gatherer:
             dump.columns[name] = array("i", [last[n] for n in column])
         for name in ("group", "signature", "stack", "seq", "record", "state", "p2p"):
             column = dump.columns[name]
-            dump.columns[name] = self._shared.setdefault(column.tobytes(), column)
+            dump.columns[name] = self._shared.setdefault((column.typecode, column.tobytes()), column)
         dump.config = tuple(groups[n] for n in dump.config)
         dump.ids = {key: groups[n] for key, n in dump.ids.items()}
         dump.place = tuple((groups[n], place) for n, place in dump.place)
