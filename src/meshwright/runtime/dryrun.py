@@ -25,6 +25,7 @@ from meshwright.specs.placement import Placement
 from meshwright.specs.shares import part
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch._C._distributed_c10d import Store
 
@@ -121,15 +122,14 @@ def run_dry(_: int, job: DryJob) -> DryRank:
     return DryRank(job.rank, recorder.ledger(), time.perf_counter() - began, peak_bytes())
 
 
-def empty_weights(placement: Placement, rank: int, dtype: object) -> dict[str, Tensor]:
+def empty_weights(placement: Placement, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Tensors without data for everything that a rank would load."""
     import torch
 
-    from meshwright.runtime.checkpoint import own
+    from meshwright.runtime.checkpoint import element_type, own
 
-    assert isinstance(dtype, torch.dtype)
     return {
-        name: torch.empty(shard.shape, dtype=dtype, device="meta")
+        name: torch.empty(shard.shape, dtype=element_type(shard.family, placement.spec, dtype), device="meta")
         for name, shard in own(placement, placement.coordinate(rank))
     }
 
