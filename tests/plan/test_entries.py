@@ -264,7 +264,7 @@ def test_ways_of_a_pipeline_hand_off() -> None:
         ("pp1", "all_gather", "residual pieces", ((2048,),)),
     ]
     assert ends[7][1:3] == ("all_gather", "logits")
-    assert ways(OWN) == Ways(context_dealt=True)
+    assert ways(OWN) == Ways(context_dealt=True, moe_sp_slices=False, router_dtype="f32")
 
 
 def test_sequence_parallel_replaces_every_all_reduce() -> None:

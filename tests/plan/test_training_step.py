@@ -332,7 +332,9 @@ def test_experts_cut_over_tensor_parallel_ranks() -> None:
         ("all_reduce", "tp"),
         ("all_reduce", "tp"),
     ]
-    sp = [e for e in step(MOE, "dp=4,ep=4,tp=2,sp=on", Train(seq=64, global_batch=4)) if e.layer == 0 and e.group]
+    wide = replace(OWN, constants={"wire_moe_sp_slices": True})
+    entries = step(MOE, "dp=4,ep=4,tp=2,sp=on", Train(seq=64, global_batch=4), wide)
+    sp = [e for e in entries if e.layer == 0 and e.group]
     assert [(e.op, e.group, e.shapes) for e in sp if e.phase == "forward"] == [
         ("all_gather", "tp", ((32, 256),)),
         ("reduce_scatter", "tp", ((64, 256),)),

@@ -80,7 +80,7 @@ class Router:
     def _in_best_groups(self, by_TE: Tensor) -> Tensor:
         """Experts outside the best groups cannot be chosen."""
         how = self.how
-        by_TGN = by_TE.view(by_TE.shape[0], how.groups, -1)
+        by_TGN = by_TE.view(by_TE.shape[0], how.groups, by_TE.shape[1] // how.groups)
         best_TG = by_TGN.topk(how.group_best, dim=-1).values.sum(-1)
         kept = torch.zeros_like(best_TG, dtype=torch.bool)
         kept.scatter_(1, best_TG.topk(how.kept_groups, dim=-1).indices, True)
@@ -176,13 +176,14 @@ class MixtureOfExperts:
         mine_tD = x_TD[: high - low] if self.sp else x_TD[low:high]
         y_tD = self.routed(mine_tD, step, whole)
         y_tD = F.pad(y_tD, (0, 0, 0, -(-whole // tp.size) - y_tD.shape[0]))
+        shared = None
+        if self.shared is not None:
+            shared = self.shared(self.edges.enter(x_TD, "shared experts input"))
+            shared = self.edges.leave(shared, "shared experts output")
         if not self.sp:
             with scope(name="experts output"):
                 y_tD = all_gather_rows(y_tD, tp)[:whole]
-        if self.shared is None:
-            return y_tD
-        shared = self.shared(self.edges.enter(x_TD, "shared experts input"))
-        return y_tD + self.edges.leave(shared, "shared experts output")
+        return y_tD if shared is None else y_tD + shared
 
     def routed(self, x_TD: Tensor, step: Step, whole: int) -> Tensor:
         """What the chosen experts make of tokens, of which ``x_TD`` may be a slice."""
