@@ -1,0 +1,165 @@
+"""Layouts against oracles outside this project: counts by hand, transformers' own runtime, a profile of vLLM.
+
+Where the other parts of the suite hold our prediction against our own runtime, here the other side is arithmetic
+written out in the test, or somebody else's program on real processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+from meshwright import engines
+from meshwright.ledger.schema import Entry
+from meshwright.plan.cores import Batch
+from meshwright.plan.forward import forward_entries
+from meshwright.runtime.launch.local import run_local
+from meshwright.specs.hf.read import model_from_config
+from meshwright.specs.layout import parse_layout
+from meshwright.specs.placement import place
+from meshwright.specs.profile import ServeSettings
+from tests.proving import proofs
+from tests.runtime import tiny
+from tests.runtime.foreign import transformers_tp
+
+Folder = Callable[[str], Path]
+Moves = Counter[tuple[str, str | None, int]]
+
+F32 = 4
+
+
+def moves(entries: Iterable[Entry], phase: str | None = None) -> Moves:
+    """``(op, axis, payload bytes)`` of the collectives and hand-offs (of one phase), counted."""
+    out: Moves = Counter()
+    for e in entries:
+        if e.stream != "compute" and phase in {None, e.phase}:
+            out[e.op, e.group, e.payload_bytes or 0] += e.count
+    return out
+
+
+def predicted(config: dict[str, object], engine: str, layout: str, batch: Batch) -> list[Entry]:
+    """What the plan says of one pass, in fp32."""
+    placement = place(model_from_config(config, "m", "m"), parse_layout(layout), engines.profile(engine))
+    return forward_entries(placement, batch, ServeSettings(dtype="f32", kv_dtype="f32"))
+
+
+# Counts by hand -----------------------------------------------------------------------------------------------------
+
+
+def recorded(folder: Path, layout: str, tmp_path: Path) -> dict[str, Moves]:
+    """Moves of every rank of a proof that holds: prompts of 6 tokens, one a stage and replica, and 4 new tokens."""
+    (proof,) = proofs(folder, layout, [None], numbers=tmp_path / "numbers")
+    assert proof.proven, proof.checks
+    assert proof.recorded is not None
+    ranks: dict[str, list[Entry]] = {}
+    for e in proof.recorded.entries:
+        ranks.setdefault(e.rank_class, []).append(e)
+    return {rank: moves(entries) for rank, entries in ranks.items()}
+
+
+def test_tensor_parallel_by_hand(checkpoint: Folder, tmp_path: Path) -> None:
+    """5 layers of width 64, vocabulary 128 over 2 ranks: a prefill of 6 tokens, then 3 decode steps of one.
+
+    Every pass sums the embedding once and every layer twice; each rank's 64 logits of one row go to the first.
+    """
+    sums = 1 + 2 * 5
+    by_hand = {
+        ("all_reduce", "tp", 6 * 64 * F32): sums,
+        ("all_reduce", "tp", 1 * 64 * F32): 3 * sums,
+        ("gather", "tp", 1 * 64 * F32): 4,
+    }
+    assert recorded(checkpoint("even"), "tp=2", tmp_path) == {"rank0": by_hand, "rank1": by_hand}
+
+
+def test_pipeline_parallel_by_hand(checkpoint: Folder, tmp_path: Path) -> None:
+    """Two prompts, a micro-batch each: two prefills of 6 tokens of width 72 cross the boundary, then 2 x 3 tokens."""
+    sizes = {6 * 72 * F32: 2, 1 * 72 * F32: 6}
+    found = recorded(checkpoint("llama"), "pp=2", tmp_path)
+    assert found == {
+        "rank0": {("send", "pp", size): n for size, n in sizes.items()},
+        "rank1": {("recv", "pp", size): n for size, n in sizes.items()},
+    }
+
+
+# transformers' own tensor parallelism --------------------------------------------------------------------------------
+
+
+def test_transformers_tensor_parallel_sends_what_is_predicted(checkpoint: Folder) -> None:
+    """transformers 5.24 on two gloo ranks: the same sums layer by layer, and the same logits as ours.
+
+    It differs by design in the last collective: all_gather of the logits of all positions to all ranks, where ours
+    gathers those of the sampled position on one.
+    """
+    folder, prompt, new = checkpoint("even"), tiny.PROMPTS[0], 3
+    theirs = run_local(transformers_tp, 2, (folder, prompt, new), 120)
+    sums, past = 1 + 2 * 5, len(prompt)
+    ours = {
+        "prefill": predicted(tiny.config("even"), "meshwright", "tp=2", Batch("prefill", 1, past)),
+        "decode": predicted(tiny.config("even"), "meshwright", "tp=2", Batch("decode", 1, 1, past)),
+    }
+    layers = Counter(e.layer for e in ours["decode"] if e.op == "all_reduce")
+    assert layers == {None: 1, **dict.fromkeys(range(5), 2)}
+    own_tokens, own_logits = tiny.on_ranks(tiny.job(folder, "tp=2", (prompt,), new))
+    for entries, tokens, logits in theirs:
+        for phase, steps in (("prefill", 1), ("decode", new - 1)):
+            want, found = moves(ours[phase]), moves(entries, phase)
+            size = (past if phase == "prefill" else 1) * 64 * F32
+            assert want == {("all_reduce", "tp", size): sums, ("gather", "tp", 64 * F32): 1}
+            assert found == {("all_reduce", "0,1", size): steps * sums, ("all_gather", "0,1", size): steps}
+        assert tokens == own_tokens[0]
+        assert float((torch.stack(logits) - own_logits[0]).abs().max()) < 1e-4
+
+
+# A profile of vLLM ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_vllm_sends_and_multiplies_what_is_predicted(tmp_path: Path) -> None:
+    """vLLM 0.32 on CPU under tp=2, by its own profiler: sums, logits and the operations of all matrix products."""
+    python = os.environ.get("MESHWRIGHT_VLLM_PYTHON")
+    if not python:
+        pytest.skip("MESHWRIGHT_VLLM_PYTHON does not name the Python of an environment with vLLM")
+    prompt, new, width = tiny.PROMPTS[0], 4, 256
+    wide = {"head_dim": 32, "hidden_size": width}  # vLLM has no attention on CPU for heads of 8
+    folder, traces = tiny.write(tmp_path / "model", "even", **wide), tmp_path / "traces"
+    traces.mkdir()
+    words = [python, str(Path(__file__).with_name("vllm_profile.py")), str(folder), str(traces), "2", str(new)]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    done = subprocess.run(
+        [*words, json.dumps(prompt)], capture_output=True, text=True, timeout=900, env=env, cwd=tmp_path
+    )
+    said = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
+    assert said, done.stderr[-2000:]
+    assert json.loads(said[0][7:]) == tiny.oracle(folder, (prompt,), new)[0][0]
+    config, sums = tiny.config("even", **wide), Counter[tuple[int, ...]]()
+    flops, logits = 0, Counter[tuple[int, ...]]()
+    for step in range(new):
+        batch = Batch("decode", 1, 1, len(prompt) + step - 1) if step else Batch("prefill", 1, len(prompt))
+        for e in predicted(config, "vllm", "tp=2", batch):
+            shape = tuple(e.shapes[0]) if e.shapes else ()
+            if e.op == "matmul":
+                flops += e.flops or 0
+            elif e.op == "all_reduce":
+                sums[shape] += e.count
+            elif e.name == "logits":
+                logits[shape] += e.count
+    assert sums == {(len(prompt), width): 1 + 2 * 5, (1, width): 3 * (1 + 2 * 5)}
+    files = sorted(traces.glob("rank*.json"))
+    assert len(files) == 2
+    for file in files:
+        events = json.loads(file.read_text())["traceEvents"]
+        gloo = [e for e in events if str(e.get("name", "")).startswith("gloo:")]
+        dims = [(e["name"], tuple(e["args"]["Input Dims"][0])) for e in gloo]
+        assert Counter(d for name, d in dims if name == "gloo:all_reduce") == sums
+        assert Counter(d for name, d in dims if "gather" in name) == logits
+        products = [e["args"]["Input Dims"] for e in events if e.get("name") == "_C::onednn_mm"]
+        assert sum(2 * x[0] * x[1] * out[1] for out, x, *_ in products) == flops
