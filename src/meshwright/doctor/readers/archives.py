@@ -77,9 +77,13 @@ class Budget:
 
 
 class Bounded(io.RawIOBase):
-    """Reads a decompressed stream, counts what comes out and stops a bomb."""
+    """Reads a decompressed stream, counts what comes out and stops a bomb.
+
+    It reads as little at once as the stream allows, so that what comes before a break in the data is not lost.
+    """
 
     def __init__(self, stream: BinaryIO, name: str, in_bytes: int | None, budget: Budget) -> None:
+        self._some = getattr(stream, "read1", stream.read)
         self._stream = stream
         self._name = name
         self._in_bytes = in_bytes
@@ -101,7 +105,7 @@ class Bounded(io.RawIOBase):
         if size < 0:
             size = limits.read_bytes
         try:
-            data = self._stream.read(min(size, limits.read_bytes))
+            data = self._some(min(size, limits.read_bytes))
         except BROKEN as error:
             raise EOFError(f"broken compressed data: {error}") from None
         self._out += len(data)
@@ -227,7 +231,7 @@ def archive(head: bytes) -> str | None:
     return "zip" if head[:4] in (b"PK\x03\x04", b"PK\x05\x06") else None
 
 
-def tar_members(stream: BinaryIO, limits: Limits) -> Iterator[tuple[str, BinaryIO]]:
+def tar_members(stream: BinaryIO, budget: Budget, name: str) -> Iterator[tuple[str, BinaryIO]]:
     """Name and content of each plain file in a tar, in order; each must be read before the next one is asked for.
 
     Links, devices and sparse files are left out: they are data about other files, not logs.
@@ -236,12 +240,13 @@ def tar_members(stream: BinaryIO, limits: Limits) -> Iterator[tuple[str, BinaryI
         EOFError: the archive is broken from here on.
     """
     try:
-        with tarfile.open(fileobj=Forward(stream, limits.read_bytes), mode="r:", bufsize=1 << 16) as tar:
+        with tarfile.open(fileobj=Forward(stream, budget.limits.read_bytes), mode="r:", bufsize=1 << 16) as tar:
             seen: list[tarfile.TarInfo] = vars(tar)["members"]
             while (member := tar.next()) is not None:
                 seen.clear()
                 if member.isreg() and not member.issparse() and (content := tar.extractfile(member)) is not None:
-                    yield member.name, cast(BinaryIO, content)
+                    bounded = Bounded(cast(BinaryIO, content), f"{name}!/{member.name}", member.size, budget)
+                    yield member.name, cast(BinaryIO, bounded)
     except BROKEN as error:
         raise EOFError(f"broken tar: {error}") from None
 

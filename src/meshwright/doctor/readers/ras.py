@@ -72,7 +72,7 @@ def read(source: Source, incident: Incident) -> None:
     try:
         with source.open() as stream:
             _Text(source.name, incident).read(stream)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError) as error:
         raise InputError(f"{source.name}: cannot be read to its end ({error})") from None
 
 
@@ -96,14 +96,15 @@ class _Text:
                 break
             self._line(raw.decode("utf-8", "replace").rstrip(), number)
         self._close(0)
+        widest = max((size for size, _ in self._sizes.values()), default=0)
+        if self._incident.world is None and widest > 1:
+            self._incident.world = widest
 
     def _line(self, text: str, number: int) -> None:
         if match := _EVENT.search(text):
             self._event(match, text, number)
         elif match := _GROUP.match(text):
             self._sizes[int(match["group"])] = (int(match["size"]), int(match["comms"]))
-            if self._incident.world is None:
-                self._incident.world = int(match["size"]) if int(match["size"]) > 1 else None
         elif match := _COMM.match(text):
             self._close(number)
             self._comm, self._dead = (int(match["group"]), match["hash"]), False

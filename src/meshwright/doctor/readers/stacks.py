@@ -46,7 +46,7 @@ def read(source: Source, incident: Incident) -> None:
     try:
         with source.open() as stream:
             _text(stream, facts)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError) as error:
         raise InputError(f"{source.name}: cannot be read to its end ({error})") from None
     finally:
         facts.flush(incident)
@@ -67,6 +67,7 @@ def _text(stream: BinaryIO, facts: FileFacts) -> None:
             block.close()
             block = None
         if match := _PROCESS.match(prefix.rest):
+            facts.alone = pid is None
             pid = int(match["pid"])
             said = _RANK.search(match["command"])
             rank = int(said["rank"]) if said and said["which"] == "rank" else None

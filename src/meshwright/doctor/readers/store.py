@@ -51,11 +51,15 @@ class _Bucket:
 
 
 class FileFacts:
-    """Collects what one file says."""
+    """Collects what one file says.
+
+    ``alone`` is set to False by a reader that sees more than one process: lines without a rank are then nobody's.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.ranks: set[int] = set()
+        self.alone = True
         self._buckets: dict[tuple[str, object], _Bucket] = {}
         self._streams: dict[str, int | None] = {}
         self._offsets: set[int] = set()
@@ -156,7 +160,7 @@ class FileFacts:
             return None, ""
         if prefix.task is not None:
             return (None, "") if self._tasks_differ else (prefix.task, "task")
-        if prefix.stream or len(self.ranks) > 1:
+        if prefix.stream or len(self.ranks) > 1 or not self.alone:
             return None, ""
         if self.ranks:
             return next(iter(self.ranks)), "only rank in file"

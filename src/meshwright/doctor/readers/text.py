@@ -7,7 +7,7 @@ Memory is bounded: ``store`` caps facts, ``calls`` caps rows, a line beyond ``MA
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from meshwright.doctor.incident import Incident
@@ -41,26 +41,19 @@ SAMPLE_LINES = 200
 WHOLE_LINES = 20_000
 
 NEEDLES = (
-    b"CCL",
-    b"rror",
-    b"illed",
-    b"exit",
-    b"WorkCNCL(",
-    b"ProcessGroupCNCL",
+    b"NCCL ",
+    b"ProcessGroup",
+    b"rror:",
+    b"Killed",
+    b"exitcode",
     b"most recent call",
     b'"MainThread"',
     b"collective #",
-    b"NVRM: Xid",
-    b"Segmentation fault",
     b"shared memory b",
     b"enforce fail at",
-    b"PyTorch version",
-    b"Connection closed by peer",
-    b"terminated with signal",
-    b"out of memory",
-    b"running low on memory",
-    b"monitoredBarrier",
 )
+#: More of them for a file whose first lines come from a kernel.
+KERNEL_NEEDLES = (b"NVRM: Xid", b"oom-kill", b"segfault at")
 
 _ERROR = re.compile(
     r"(?P<type>(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception|Interrupt)): (?P<message>.*)"
@@ -104,7 +97,7 @@ class Logs:
         try:
             with source.open() as stream:
                 self._stream(stream, scan)
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError) as error:
             raise InputError(f"{source.name}: cannot be read to its end ({error})") from None
         finally:
             scan.finish()
@@ -116,7 +109,7 @@ class Logs:
 
     def _stream(self, stream: BinaryIO, scan: _Scan) -> None:
         tail = b""
-        while piece := stream.read(PIECE):
+        for piece in _pieces(stream):
             if self._progress:
                 self._progress(len(piece))
             cut = piece.rfind(b"\n") + 1
@@ -144,12 +137,13 @@ class _Scan:
         self._number = 1
         self._before: list[bytes] = []
         self._whole_until = 0
+        self._needles = NEEDLES
 
     def lines(self, buffer: bytes) -> None:
         """Read whole lines."""
         if self._number == 1:
             self._sample(buffer)
-        hits = _hits(buffer)
+        hits = _hits(buffer, self._needles)
         following = iter(hits)
         hit = next(following, -1)
         pos, counted, end = 0, 0, len(buffer)
@@ -180,6 +174,8 @@ class _Scan:
             if raw:
                 prefix = self._peel(raw)
                 self._facts.learn(prefix)
+                if "kernel: " in prefix.rest or "NVRM" in prefix.rest:
+                    self._needles = NEEDLES + KERNEL_NEEDLES
                 if is_environment(prefix.rest):
                     self._whole_until = WHOLE_LINES
 
@@ -264,10 +260,29 @@ class _Scan:
         return [peel(raw[:MAX_LINE].decode("utf-8", "replace"), self._clock).rest for raw in lines]
 
 
-def _hits(buffer: bytes) -> list[int]:
+def _pieces(stream: BinaryIO) -> Iterator[bytes]:
+    """Pieces of ``PIECE`` bytes; where the stream breaks, what came before the break first."""
+    some = getattr(stream, "read1", stream.read)
+    while True:
+        parts: list[bytes] = []
+        size = 0
+        try:
+            while size < PIECE and (data := some(PIECE - size)):
+                parts.append(data)
+                size += len(data)
+        except (OSError, EOFError, InputError):
+            if parts:
+                yield b"".join(parts)
+            raise
+        if not parts:
+            return
+        yield b"".join(parts)
+
+
+def _hits(buffer: bytes, needles: tuple[bytes, ...]) -> list[int]:
     """Where needles occur, ascending, at most one place a needle and line."""
     found: list[int] = []
-    for needle in NEEDLES:
+    for needle in needles:
         at = buffer.find(needle)
         while at >= 0:
             found.append(at)

@@ -94,7 +94,14 @@ def troubles(prefix: Prefix, line: int, facts: FileFacts) -> str | None:
         sort = _gloo(prefix, text, line, facts)
         if sort:
             return sort
-    if "exit" in text or "illed" in text or "ignal" in text or "srun: error" in text or "fault" in text:
+    if (
+        "exit" in text
+        or "illed" in text
+        or "ignal" in text
+        or "fault" in text
+        or "died" in text
+        or "srun: error" in text
+    ):
         sort = _death(prefix, text, line, facts)
         if sort:
             return sort

@@ -19,7 +19,6 @@ from typing import BinaryIO, cast
 from meshwright.doctor.incident import Incident
 from meshwright.doctor.readers import HEAD_BYTES, Reader, Source, many_of, reader_for, text
 from meshwright.doctor.readers.archives import (
-    BROKEN,
     Bounded,
     Budget,
     Limits,
@@ -36,6 +35,9 @@ from meshwright.errors import InputError
 SPOOL_BYTES = 1 << 20
 #: All members in memory together; beyond it they go to the temporary file.
 HELD_BYTES = 256 << 20
+
+#: Said of a file whose reader failed in a way that nobody foresaw; the walk goes on.
+BUG = "its reader failed inside meshwright"
 
 #: Told what is going on: bytes read so far, files read so far, the file at hand.
 Progress = Callable[[int, int, str], None]
@@ -81,6 +83,10 @@ class Walk:
                 self._file(path, name)
         except InputError as error:
             self._incident.lack(str(error))
+        self.finish()
+
+    def finish(self) -> None:
+        """Read what is read together, then do what needs everything."""
         self._together()
         if self._spool is not None:
             self._spool.close()
@@ -108,9 +114,13 @@ class Walk:
         except OSError as error:
             self._incident.lack(f"{name}: cannot be read ({error.strerror})")
             return
-        self._budget.in_bytes += info.st_size
         source = Source(name, head, lambda: cast(BinaryIO, path.open("rb")), info.st_size, path)
-        self._guarded(source, 0, info.st_mtime)
+        self.take(source, info.st_mtime)
+
+    def take(self, source: Source, modified: float | None = None) -> None:
+        """Read one source, or keep it until ``finish`` where its like are read together."""
+        self._budget.in_bytes += source.size or 0
+        self._guarded(source, 0, modified)
 
     def _guarded(self, source: Source, depth: int, modified: float | None) -> None:
         """Read one source; whatever is wrong with it is said and the walk goes on."""
@@ -118,8 +128,10 @@ class Walk:
             self._source(source, depth, modified)
         except InputError as error:
             self._incident.lack(str(error) if source.name in str(error) else f"{source.name}: {error}")
-        except (*BROKEN, RecursionError, MemoryError) as error:
+        except (OSError, EOFError) as error:
             self._incident.lack(f"{source.name}: cannot be read to its end ({error or type(error).__name__})")
+        except Exception as error:
+            self._incident.lack(f"{source.name}: {BUG} ({type(error).__name__}: {error})")
 
     def _source(self, source: Source, depth: int, modified: float | None) -> None:
         if not source.head:
@@ -131,7 +143,7 @@ class Walk:
             self._compressed(source, packed, depth, modified)
         elif box == "tar":
             with source.open() as stream:
-                self._members(source.name, tar_members(stream, self._budget.limits), depth, modified)
+                self._members(source.name, tar_members(stream, self._budget, source.name), depth, modified)
         elif box == "zip":
             with source.open() as stream:
                 self._members(source.name, zip_members(stream, self._budget, source.name), depth, modified)
@@ -152,7 +164,7 @@ class Walk:
         inner = Source(_bare(name), head, open_inner)
         if archive(head) == "tar":
             with open_inner() as stream:
-                self._members(inner.name, tar_members(stream, budget.limits), depth + 1, modified)
+                self._members(inner.name, tar_members(stream, budget, inner.name), depth + 1, modified)
         elif compression(head) or archive(head):
             with open_inner() as stream:
                 self._guarded(self._spooled(inner.name, stream), depth + 1, modified)

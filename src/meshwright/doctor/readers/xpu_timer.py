@@ -21,7 +21,8 @@ _SAMPLE = re.compile(
 )
 _LABEL = re.compile(r'(\w{1,60})="((?:[^"\\]|\\.){0,200})"')
 _WANTED = ("XPU_TIMER_", "nccl_")
-MAX_SAMPLES = 200_000
+#: Samples kept of a file besides those of hangs, of which all are.
+MAX_SAMPLES = 20_000
 
 
 def sniff(head: bytes, name: str) -> bool:
@@ -38,17 +39,14 @@ def read(source: Source, incident: Incident) -> None:
     try:
         with source.open() as stream:
             _samples(stream, source.name, incident)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError) as error:
         raise InputError(f"{source.name}: cannot be read to its end ({error})") from None
 
 
 def _samples(stream: BinaryIO, name: str, incident: Incident) -> None:
-    number = kept = 0
+    number = kept = dropped = 0
     while raw := stream.readline(8192):
         number += 1
-        if kept >= MAX_SAMPLES:
-            incident.lack(f"{name}: samples after line {number} are left out")
-            return
         text = raw.decode("utf-8", "replace").strip()
         match = _SAMPLE.match(text) if text.startswith(_WANTED) else None
         value = _number(match["value"]) if match else None
@@ -59,10 +57,15 @@ def _samples(stream: BinaryIO, name: str, incident: Incident) -> None:
         data: dict[str, object] = {"name": match["name"], "value": value, "labels": labels}
         if match["name"] == "XPU_TIMER_COMMON_HANG":
             data["hung"] = value > 0
+        elif kept >= MAX_SAMPLES:
+            dropped += 1
+            continue
         at = int(match["ms"]) / 1000 if match["ms"] else None
         text = f"{match['name']} {match['value']}" + (f" on rank {rank}" if rank is not None else "")
         incident.add_fact("metric", text, f"{name}:{number}", rank, at, data)
         kept += 1
+    if dropped:
+        incident.lack(f"{name}: {dropped} samples are left out, none of them about a hang")
 
 
 def _number(text: str) -> float | None:
