@@ -28,7 +28,9 @@ PLAIN: dict[str, tuple[int, int]] = {
     "aten::_scaled_mm": (0, 1),
 }
 #: Products with a weight that lies [out, in] or packed: the output says how wide it is.
-LINEAR = frozenset({"aten::linear", "mkldnn::_linear_pointwise", "aten::mkldnn_linear", "mkl::_mkl_linear"})
+LINEAR = frozenset(
+    {"meshwright::linear", "aten::linear", "mkldnn::_linear_pointwise", "aten::mkldnn_linear", "mkl::_mkl_linear"}
+)
 #: Ops made of products.
 COMPOSITE = frozenset({"aten::matmul", "aten::einsum", "aten::tensordot", "aten::inner", "aten::linalg_multi_dot"})
 #: A product inside a scope of this name belongs to the attention core and is no product with a weight.

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.errors import InputError
+from meshwright.runtime.linear import linear
 from meshwright.runtime.models.attention import Scores, attend
 from meshwright.runtime.parallel.context import ContextParallel
 from meshwright.runtime.serve.cache import Batch, PagedCache
@@ -66,11 +67,11 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply and add the bias."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def partial(self, x: Tensor) -> Tensor:
         """Multiply only: the bias of a row-parallel product is added once, after the sum."""
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
