@@ -164,7 +164,7 @@ class MixtureOfExperts:
         if self.ways.slices > 1:
             return self._by_slices(x_TD, step)
         x_TD = self.edges.enter(x_TD, "experts input")
-        y_TD = self.routed(x_TD, step, x_TD.shape[0])
+        y_TD = self.routed(x_TD, step, 0, x_TD.shape[0])
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return self.edges.leave(y_TD, "experts output")
@@ -174,7 +174,7 @@ class MixtureOfExperts:
         tp, whole = self.edges.tp, self.edges.tokens
         low, high = slice_of(whole, tp.size, tp.index)
         mine_tD = x_TD[: high - low] if self.sp else x_TD[low:high]
-        y_tD = self.routed(mine_tD, step, whole)
+        y_tD = self.routed(mine_tD, step, low, whole)
         y_tD = F.pad(y_tD, (0, 0, 0, -(-whole // tp.size) - y_tD.shape[0]))
         shared = None
         if self.shared is not None:
@@ -185,12 +185,19 @@ class MixtureOfExperts:
                 y_tD = all_gather_rows(y_tD, tp)[:whole]
         return y_tD if shared is None else y_tD + shared
 
-    def routed(self, x_TD: Tensor, step: Step, whole: int) -> Tensor:
-        """What the chosen experts make of tokens, of which ``x_TD`` may be a slice."""
-        given = None
+    def routed(self, x_TD: Tensor, step: Step, first: int, whole: int) -> Tensor:
+        """What the chosen experts make of the rows from ``first`` on, of a ``whole`` pass; without a token: 0."""
+        real, given = step.batch.real, None
         if self.ways.given is not None:
-            first = slice_of(whole, self.ways.slices, self.edges.tp.index)[0] if self.ways.slices > 1 else 0
             given = self.ways.given.ids(x_TD.shape[0], self.router.choices, self.ways.experts, first, x_TD.device)
+        elif real is not None:
+            rows = real[first : first + x_TD.shape[0]].nonzero().flatten()
+            y_TD = torch.zeros_like(x_TD)
+            y_TD[rows] = self._of_tokens(x_TD[rows], None, step, whole)
+            return y_TD
+        return self._of_tokens(x_TD, given, step, whole)
+
+    def _of_tokens(self, x_TD: Tensor, given: Tensor | None, step: Step, whole: int) -> Tensor:
         weights_TK, ids_TK = self.router(x_TD, given)
         if self.log.keep:
             self._keep(ids_TK, step)

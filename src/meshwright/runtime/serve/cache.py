@@ -31,6 +31,7 @@ class Batch:
         phase: ``prefill`` or ``decode``.
         sequences: their numbers.
         rows: rows of T whose keys and values this rank caches, None: all.
+        real: ``(T,)``, whether a row holds a token; None: all do.
         here: ``(S, 1)``, whether this rank has the sampled row; None: it has all.
     """
 
@@ -45,6 +46,7 @@ class Batch:
     sequences: tuple[int, ...] = ()
     rows: Tensor | None = None
     here: Tensor | None = None
+    real: Tensor | None = None
 
     def stored(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Of values for every row those that this rank caches."""

@@ -85,6 +85,7 @@ class DealtCache(PagedCache):
         sampled: list[int] = []
         here: list[bool] = []
         lengths: list[int] = []
+        real: list[bool] = []
         for (sequence, tokens), want in zip(parts, wanted, strict=True):
             piece = Piece(t.total.get(sequence, 0), len(tokens))
             end = piece.start + piece.length
@@ -96,6 +97,7 @@ class DealtCache(PagedCache):
             slots += t.extend(sequence, len(mine))
             ids += [tokens[p - piece.start] if p < end else 0 for p in mine]
             positions += mine
+            real += [p < end for p in mine]
             lengths.append(len(mine))
             t.pieces.setdefault(sequence, []).append(piece)
             t.keys.setdefault(sequence, []).extend(keys((piece,), cp, place))
@@ -113,6 +115,7 @@ class DealtCache(PagedCache):
             "prefill",
             tuple(sequences),
             here=torch.tensor(here, dtype=torch.bool, device=self.device)[:, None],
+            real=torch.tensor(real, dtype=torch.bool, device=self.device),
             pieces=pieces,
             keys=tuple(tuple(self.tensor(keys(p, cp, other)) for p in pieces) for other in range(cp)),
             queries=tuple(tuple(self.tensor(dealt(p[-1], cp, other)) for p in pieces) for other in range(cp)),
