@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from meshwright.cli.parse import in_range
+from meshwright.cli.parse import in_range, seconds
 from meshwright.errors import InputError
 
 MAX_TOKENS = 1 << 24
@@ -32,11 +32,22 @@ def check(
     isl: int | None = typer.Option(None, "--isl", help="Input tokens of a request."),
     osl: int | None = typer.Option(None, "--osl", help="Output tokens of a request."),
     concurrency: int | None = typer.Option(None, "--concurrency", help="Requests in flight."),
+    world: int | None = typer.Option(None, "--world", help="Run the script of the command on so many ranks here."),
+    steps: int | None = typer.Option(None, "--steps", help="With --world: optimizer steps to run; default: all."),
+    timeout: str | None = typer.Option(None, "--timeout", help="With --world: bound on the run; default: 60s."),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON with the keys of plan."),
 ) -> None:
-    """Will this command, configuration or script start, fit and be wise? Nothing pasted is run."""
+    """Will this command, configuration or script start, fit and be wise? Without --world nothing pasted is run."""
     if not words:
         raise InputError("nothing to check; give a file, or a command behind --: meshwright check -- vllm serve MODEL")
+    if world is not None:
+        flags = ("--on", "--model", "--engine", "--plan", "--save", "--isl", "--osl", "--concurrency")
+        values = (on != "here" or None, model, engine, plan, save, isl, osl, concurrency)
+        others = [flag for flag, value in zip(flags, values, strict=True) if value is not None]
+        _check_script(words, world, steps, timeout, others, as_json)
+        return
+    if steps is not None or timeout is not None:
+        raise InputError("--steps and --timeout go with --world, which runs the script of the command")
     for value, flag in ((isl, "--isl"), (osl, "--osl"), (concurrency, "--concurrency")):
         if value is not None:
             in_range(value, flag, 1, MAX_TOKENS)
@@ -55,6 +66,28 @@ def check(
         words, parse_cluster(on), model=model, engine=engine, isl=isl, osl=osl, concurrency=concurrency
     )
     _finish(verdict, as_json)
+
+
+def _check_script(
+    words: list[str], world: int, steps: int | None, timeout: str | None, others: list[str], as_json: bool
+) -> None:
+    """Run the script of a command for every rank in lockstep."""
+    if others:
+        raise InputError(f"{', '.join(others)} judge a command by its text; --world runs its script: give one of both")
+    if steps is not None:
+        in_range(steps, "--steps", 1, MAX_TOKENS)
+    from meshwright.cli.run import _need_torch
+    from meshwright.report.lockstep import show_outcome
+    from meshwright.runtime.lockstep.outcome import as_json as outcome_json
+    from meshwright.runtime.lockstep.run import check as run_script
+
+    _need_torch()
+    outcome = run_script(words, world, timeout_s=seconds(timeout or "60s", "--timeout"), steps=steps)
+    if as_json:
+        typer.echo(json.dumps(outcome_json(outcome), indent=2))
+    else:
+        show_outcome(outcome)
+    raise typer.Exit(outcome.code)
 
 
 def _is_file(word: str) -> bool:

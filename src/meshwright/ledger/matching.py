@@ -138,19 +138,21 @@ def _splits(call: Call, given: tuple[int, ...] | None, shapes: Shapes) -> tuple[
     return _pieces(shapes, (), len(call.members))
 
 
+def splits_between(sender: Call, receiver: Call) -> tuple[int | None, int | None]:
+    """Elements that one rank of an all_to_all sends to another, and that the other expects; -1: no such place."""
+    i, j = _place(sender), _place(receiver)
+    sent = _splits(sender, sender.splits_in, sender.shapes_in)
+    expected = _splits(receiver, receiver.splits_out, receiver.shapes_out)
+    if i is None or j is None or sent is None or expected is None:
+        return None, None
+    return (sent[j] if j < len(sent) else -1), (expected[i] if i < len(expected) else -1)
+
+
 def _splits_disagree(a: Call, b: Call) -> str | None:
     """What one sends to the other against what the other expects of it, both ways."""
-    i, j = _place(a), _place(b)
-    if i is None or j is None or i == j:
+    if a.rank == b.rank:
         return None
-    for sender, to, receiver, of in ((a, j, b, i), (b, i, a, j)):
-        sent = _splits(sender, sender.splits_in, sender.shapes_in)
-        expected = _splits(receiver, receiver.splits_out, receiver.shapes_out)
-        if sent is None or expected is None:
-            continue
-        if len(sent) <= to or len(expected) <= of or sent[to] != expected[of]:
-            return "wrong_splits"
-    return None
+    return "wrong_splits" if any(_differ(*splits_between(x, y)) for x, y in ((a, b), (b, a))) else None
 
 
 def majority(calls: Sequence[Call]) -> tuple[list[list[Call]], str | None]:

@@ -9,7 +9,7 @@ def main():
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
     half = world // 2
-    mine = list(range(0, half)) if rank < half else list(range(half, world))
+    mine = list(range(half)) if rank < half else list(range(half, world))
     other = [r for r in range(world) if r not in mine]
     tp_group = dist.new_group(mine)
     dist.new_group(other)

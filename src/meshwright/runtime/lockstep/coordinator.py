@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.ledger.waiting import How, Matcher, Ticket, Verdict
+from meshwright.runtime.callsite import is_users
 from meshwright.runtime.lockstep.link import as_call
 
 #: After the first finding other ranks may go on this long until they wait or leave as well.
@@ -27,6 +29,8 @@ LOOK_S, SILENCE_S = 0.5, 0.03
 #: Without any message, ranks that went on in an unsafe order are taken to be stuck.
 UNSAFE_S = 5.0
 MEMORY_S = 0.5
+#: A line of faulthandler.
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+) in ')
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -256,8 +260,13 @@ def _ending(pid: int) -> dict[str, Any]:
 
 
 def _stack(path: Path) -> str:
-    """The stack that a rank wrote, innermost first."""
+    """The user's line on the stack that a rank wrote (innermost first), empty if there is none."""
     try:
-        return path.read_text(errors="replace")[-20_000:]
+        text = path.read_text(errors="replace")[-20_000:]
     except OSError:
         return ""
+    mirrored = f"{path.parent / 'cwd'}{os.sep}"
+    for name, line in _FRAME.findall(text):
+        if is_users(name):
+            return f"{name.removeprefix(mirrored)}:{line}"
+    return ""

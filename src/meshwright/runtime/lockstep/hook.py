@@ -125,6 +125,7 @@ class Hook:
     def _kernel(self, name: str) -> Callable[..., Any]:
         op = getattr(torch.ops.c10d, name).default
         names = tuple(argument.name for argument in op._schema.arguments)
+        defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
         cpu = DispatchKeySet(DispatchKey.CPU)
         emulated = EMULATED.get(name)
         two = len(op._schema.returns) == 2
@@ -133,7 +134,7 @@ class Hook:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             if self._inside.active:
                 return op.redispatch(cpu, *args, **kwargs)
-            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
             call = self._call(name, arguments)
             free = call.op in {"send", "recv"}
             number, answer = self.link.post(call, hold=not free)

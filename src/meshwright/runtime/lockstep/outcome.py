@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
-from meshwright.ledger.matching import Call, majority
+from meshwright.ledger.matching import Call, majority, splits_between
 from meshwright.ledger.waiting import Verdict
 
 #: Lines of the script's own output that are shown where a rank failed.
@@ -109,7 +110,7 @@ def from_answer(answer: Mapping[str, Any], world: int, timeout_s: float) -> Outc
     if verdict is not None:
         return _found(verdict, world, common)
     if answer["stacks"]:
-        return _silent(answer, world, common)
+        return _silent(answer, world, timeout_s, common)
     return _clean(answer, world, timeout_s, common)
 
 
@@ -208,6 +209,8 @@ def _found(verdict: Verdict, world: int, common: Mapping[str, Any]) -> Outcome:
             ranks = [r for r, _, _ in verdict.left]
             them = "it has" if len(ranks) == 1 else "they have"
             text = f"{text} and wait{'s' if len(shown) == 1 else ''} for {ranks_text(ranks)}; {them} ended"
+    elif kind == "wrong_splits":
+        text = _splits_text(calls, verdict.guilty)
     else:
         classes, _ = majority(calls)
         order = classes[1:] + classes[:1] if verdict.guilty else classes
@@ -215,6 +218,18 @@ def _found(verdict: Verdict, world: int, common: Mapping[str, Any]) -> Outcome:
     return Outcome(
         1, kind, text, world, verdict.guilty, _rows(calls, kind, verdict.left), tuple(_clue(verdict)), **common
     )  # fmt: skip
+
+
+def _splits_text(calls: Sequence[Call], guilty: tuple[int, ...]) -> str:
+    """The first pair that disagrees, one that concerns the guilty rank: what is sent and what is expected."""
+    for sender, receiver in permutations(sorted(calls, key=lambda c: c.rank not in guilty), 2):
+        sent, expected = splits_between(sender, receiver)
+        if sent is not None and expected is not None and sent != expected:
+            return (
+                f"rank {sender.rank} sends {sent} elements to rank {receiver.rank} in {what(sender)}"
+                f"{_at([sender.call_site])} while rank {receiver.rank} expects {expected}{_at([receiver.call_site])}"
+            )
+    return "splits of all_to_all disagree"
 
 
 def _circle(verdict: Verdict) -> str:
@@ -237,7 +252,7 @@ def _raised(
     reasons: dict[str, list[int]] = {}
     for rank, report in raised.items():
         site = f" ({report['site']})" if report.get("site") else ""
-        reasons.setdefault(f"{report.get('why') or report['how']}{site}", []).append(rank)
+        reasons.setdefault(f"{_short(report.get('why') or report['how'])}{site}", []).append(rank)
     reason, ranks = min(reasons.items(), key=lambda item: (len(item[1]), item[1]))
     tail = tuple(answer["tails"][ranks[0]].splitlines()[-MAX_TAIL_LINES:]) if answer["tails"] else ()
     if len(raised) == world and len(reasons) == 1:
@@ -245,7 +260,7 @@ def _raised(
     fails = f"{ranks_text(ranks)} fail{'s' if len(ranks) == 1 else ''}: {reason}"
     calls = verdict.calls if verdict is not None else ()
     left = [(r, "failed", f"{e.get('why') or ''}") for r, e in raised.items()]
-    text = f"{fails}; {_together(calls, '').replace(' call', ' wait in', 1)}" if calls else fails
+    text = fails
     if calls:
         waiting = ranks_text(c.rank for c in calls)
         ops = sorted({what(c) for c in calls})
@@ -257,13 +272,21 @@ def _raised(
     return Outcome(1, "raised", text, world, guilty, _rows(calls, "", left), notes, tail=tail, **common)
 
 
-def _silent(answer: Mapping[str, Any], world: int, common: Mapping[str, Any]) -> Outcome:
-    """Ranks that others wait for, and that said nothing for a long while."""
+def _short(text: str, limit: int = 160) -> str:
+    """A reason cut at a word."""
+    return text if len(text) <= limit else text[:limit].rsplit(" ", 1)[0] + " ..."
+
+
+def _silent(answer: Mapping[str, Any], world: int, timeout_s: float, common: Mapping[str, Any]) -> Outcome:
+    """Ranks that others wait for, and that said nothing for long: stuck or at work, which nobody can tell."""
     where = {int(r): place for r, place in answer["stacks"].items()}
-    ranks = sorted(where)
-    text = f"{ranks_text(ranks)} keep{'s' if len(ranks) == 1 else ''} the others waiting{_at(where.values())}"
+    ranks, single = sorted(where), len(where) == 1
+    text = (
+        f"cannot judge: after {timeout_s:g} s the others wait for {ranks_text(ranks)}, which {'is' if single else 'are'}"
+        f"{_at(where.values()) or ' in code without a line'}; raise --timeout if {'it works' if single else 'they work'}"
+    )
     rows = tuple(Row(r, "runs", "", "", where[r]) for r in ranks)
-    return Outcome(1, "no_progress", text, world, tuple(ranks), rows, **common)
+    return Outcome(2, "no_progress", text, world, tuple(ranks), rows, **common)
 
 
 def _clean(answer: Mapping[str, Any], world: int, timeout_s: float, common: Mapping[str, Any]) -> Outcome:

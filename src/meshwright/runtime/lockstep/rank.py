@@ -66,7 +66,7 @@ def main(place: Place, sock: socket.socket) -> None:
     try:
         _redirect(place)
         _environment(place)
-        guard = Guard(place.scratch)
+        guard = Guard(place.scratch, place.home)
         guard.install()
         mode = _patch(place, link, guard)
         with mode:

@@ -25,10 +25,12 @@ from meshwright.runtime.lockstep.rank import OFFLINE, Place, main
 from meshwright.runtime.lockstep.scratch import mirror
 
 #: Imported for every script.
-_TORCH = ("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.data",
-          "torch.nn.parallel", "torch.distributed.device_mesh", "torch._dynamo", "torch.utils.serialization", "meshwright.runtime.lockstep.hook",
-          "meshwright.runtime.lockstep.groups", "meshwright.runtime.lockstep.shim",
-          "meshwright.runtime.lockstep.refuse")  # fmt: skip
+_TORCH = (
+    "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.data",
+    "torch.nn.parallel", "torch.distributed.device_mesh", "torch._dynamo", "torch.utils.serialization",
+    "meshwright.runtime.lockstep.hook", "meshwright.runtime.lockstep.groups", "meshwright.runtime.lockstep.shim",
+    "meshwright.runtime.lockstep.refuse",
+)  # fmt: skip
 #: Imported where a script imports the package.
 _PACKAGES = {
     "accelerate": ("accelerate",),
