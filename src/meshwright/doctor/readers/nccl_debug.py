@@ -21,11 +21,6 @@ _INIT = re.compile(
     r"(?: commId (?P<id>0x[0-9a-f]{1,16}))?(?:.{0,60}? - (?P<stage>Init START|Init COMPLETE|Abort COMPLETE|"
     r"Destroy COMPLETE))?"
 )
-_COLL = re.compile(
-    r"(?P<op>\w{1,30}): opCount (?P<n>[0-9a-f]{1,16}) sendbuff (?P<send>\(nil\)|0x[0-9a-f]{1,16}|[0-9a-f]{1,16}) "
-    r"recvbuff (?P<recv>\(nil\)|0x[0-9a-f]{1,16}|[0-9a-f]{1,16}) count (?P<count>\d{1,18}) datatype (?P<type>\d{1,3}) "
-    r"op (?P<red>\d{1,18}) root (?P<root>-?\d{1,7}) comm (?P<comm>0x[0-9a-f]{1,16}) \[nranks=(?P<size>\d{1,7})\]"
-)
 _CHANNEL = re.compile(
     r"Channel (?P<ch>\d{1,4})(?:/\d{1,4})? : (?P<a>\d{1,7})\[[0-9a-f]{1,9}\] -> (?P<b>\d{1,7})\[[0-9a-f]{1,9}\]"
     r"(?: \[\w{1,9}\])? via (?P<via>[\w/.-]{1,60})"
@@ -110,9 +105,7 @@ class NcclDebug:
         return True
 
     def _info(self, prefix: Prefix, process: str, text: str, number: int) -> None:
-        if ": opCount " in text and (match := _COLL.match(text)):
-            self._calls.call(process, match, prefix, number)
-        elif " via " in text and (match := _CHANNEL.search(text)):
+        if " via " in text and (match := _CHANNEL.search(text)):
             self._channel(prefix, match, number)
         elif " rank " in text and (match := _INIT.search(text)):
             self._init(prefix, process, match, text, number)

@@ -130,6 +130,7 @@ class _Scan:
 
     def __init__(self, facts: FileFacts, calls: CallLog, clock: Clock) -> None:
         self._facts = facts
+        self._calls = calls
         self._clock = clock
         self._nccl = NcclDebug(facts, calls)
         self._open: dict[str, Block] = {}
@@ -137,7 +138,7 @@ class _Scan:
         self._number = 1
         self._before: list[bytes] = []
         self._whole_until = 0
-        self._needles = NEEDLES
+        self._needles: tuple[bytes, ...] = NEEDLES
 
     def lines(self, buffer: bytes) -> None:
         """Read whole lines."""
@@ -191,7 +192,10 @@ class _Scan:
         return prefix
 
     def _line(self, buffer: bytes, start: int, stop: int) -> None:
-        prefix = self._peel(buffer[start : min(stop, start + MAX_LINE)])
+        raw = buffer[start : min(stop, start + MAX_LINE)]
+        if b": opCount " in raw and self._calls.call(raw):
+            return
+        prefix = self._peel(raw)
         if self._open and self._continues(prefix):
             return
         if (block := opened(prefix, self._number, self._facts)) is not None:
