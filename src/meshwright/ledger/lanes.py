@@ -178,11 +178,16 @@ class Lanes:
         self._joint: dict[tuple[tuple[int, int, int], ...], tuple[int, int, int]] = {}
         self._kept: dict[Lane, Lane] = {}
         self.of: dict[int, dict[int, Lane]] = {}
+        cut: dict[tuple[int, ...], dict[int, Lane]] = {}
         for rank in sorted(ranks):
-            for group, places in self._places(ranks[rank]).items():
-                lane = self._lane(ranks[rank], places)
-                if lane is not None:
-                    self.of.setdefault(group, {})[rank] = lane
+            rows = ranks[rank]  # columns that ranks have in common are often one object
+            key = tuple(map(id, (rows.group, rows.p2p, rows.seq, rows.signature, rows.stack)))
+            own = cut.get(key)
+            if own is None:
+                lanes = ((g, self._lane(rows, places)) for g, places in self._places(rows).items())
+                own = cut[key] = {g: lane for g, lane in lanes if lane is not None}
+            for group, lane in own.items():
+                self.of.setdefault(group, {})[rank] = lane
 
     @staticmethod
     def _places(rows: Rows) -> dict[int, list[int]]:

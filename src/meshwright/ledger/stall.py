@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.ledger.lanes import COMPLETED, UNKNOWN, Kind, Lanes, Rows
+from meshwright.ledger.lanes import COMPLETED, SCHEDULED, STARTED, UNKNOWN, Kind, Lanes, Rows
 
 #: Operations that one side may complete before the others come.
 ONE_SIDED = frozenset({"broadcast", "reduce", "gather", "scatter", "send", "coalesced"})
@@ -117,14 +117,20 @@ class _Work:
                 elif counter is not None and hand_offs and counter.enqueued is not None:
                     self.last_p2p[group, rank] = max(self.last_p2p.get((group, rank), -1), counter.enqueued)
                 issued[rank] = last if last is not None or rows.active_only else 0
+        reached: dict[tuple[int, ...], dict[int, int]] = {}
         for rank, rows in self.ranks.items():
             if not rows.settled:
                 continue
-            for group, state, seq, flag in zip(rows.group, rows.state, rows.seq, rows.p2p, strict=True):
-                if state == COMPLETED and not flag:
-                    held = self.out.completed[group]
-                    if seq > held.get(rank, -1):
-                        held[rank] = seq
+            key = tuple(map(id, (rows.group, rows.state, rows.seq, rows.p2p)))  # columns that ranks share are one
+            own = reached.get(key)
+            if own is None:
+                own = reached[key] = {}
+                for group, state, seq, flag in zip(rows.group, rows.state, rows.seq, rows.p2p, strict=True):
+                    if state == COMPLETED and not flag:
+                        own[group] = max(seq, own.get(group, -1))
+            for group, seq in own.items():
+                held = self.out.completed[group]
+                held[rank] = max(seq, held.get(rank, -1))
 
     def find_stale(self) -> None:
         """Dumps that end before a call which others completed although it needs everyone."""
@@ -195,6 +201,8 @@ class _Work:
         """Rows that have not completed; of recorders that take failure for completion also what cannot have."""
         rows = self.ranks[rank]
         doubtful = getattr(rows, "backend", "") != "nccl"
+        if not doubtful and not any(s in rows.state for s in (SCHEDULED, STARTED)):
+            return
         for row, state in enumerate(rows.state):
             undone = state not in (COMPLETED, UNKNOWN)
             checked = doubtful and not undone and not rows.p2p[row] and self._is_collective(rows, row)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from meshwright.doctor.incident import COMPLETED, MAX_RANK, SCHEDULED, STARTED, UNKNOWN, Frame, Group, Signature, Table
@@ -23,6 +25,19 @@ MAX_FRAMES = 256
 MAX_NAME = 512
 _INT64 = 1 << 63
 
+_KEYS = (
+    "profiling_name",
+    "input_sizes",
+    "output_sizes",
+    "input_dtypes",
+    "pg_id",
+    "collective_seq_id",
+    "record_id",
+    "state",
+    "time_created_ns",
+    "is_p2p",
+    "frames",
+)
 _STATE = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
 _P2P_NAME = re.compile(r"(send|recv)\s*(?:(\d{1,8})\s*(?:->|<-)\s*(\d{1,8}))?")
 
@@ -144,32 +159,34 @@ def _config(data: dict[Any, Any], tables: Tables) -> dict[str, int]:
     return out
 
 
-def _group_column(entries: list[dict[str, Any]], dump: Dump, config: dict[str, int], tables: Tables) -> list[int]:
-    """Group of every row, by name where the row has one."""
+def _group_of(entry: dict[str, Any], dump: Dump, config: dict[str, int], tables: Tables) -> int:
+    """Group of a row, by name where the row has one."""
+    pg, pg_id = entry.get("process_group"), entry.get("pg_id")
+    if isinstance(pg, list | tuple) and len(pg) == 2:
+        name, desc = _text(pg[0]), _text(pg[1])
+    else:
+        name, desc = _text(entry.get("pg_name", pg_id)), ""
+    number = config.get(name)
+    if number is None:
+        number = tables.groups.number(Group(name, desc, ()))
+    if isinstance(pg_id, int):
+        dump.ids[str(pg_id)] = number
+    return number
+
+
+def _group_column(
+    entries: list[dict[str, Any]], ids: Sequence[Any], dump: Dump, config: dict[str, int], tables: Tables
+) -> list[int]:
+    """Group of every row; ``pg_id`` is one group of the process for good."""
     memo: dict[Any, int] = {}
-
-    def find(entry: dict[str, Any]) -> int:
-        pg, pg_id = entry.get("process_group"), entry.get("pg_id")
-        if isinstance(pg, list | tuple) and len(pg) == 2:
-            name, desc = _text(pg[0]), _text(pg[1])
-        else:
-            name, desc = _text(entry.get("pg_name", pg_id)), ""
-        number = config.get(name)
-        if number is None:
-            number = tables.groups.number(Group(name, desc, ()))
-        if isinstance(pg_id, int):
-            dump.ids[str(pg_id)] = number
-        return number
-
     column = []
-    for entry in entries:
-        key: Any = entry.get("pg_id")  # one group of this process, for good
+    for place, key in enumerate(ids):
         if type(key) is not int:
-            pg = entry.get("process_group")
-            key = pg if type(pg) is tuple else pg[0] if type(pg) is list and pg else entry.get("pg_name")
+            pg = entries[place].get("process_group")
+            key = pg if type(pg) is tuple else pg[0] if type(pg) is list and pg else entries[place].get("pg_name")
         number = memo.get(key)
         if number is None:
-            number = memo[key] = find(entry)
+            number = memo[key] = _group_of(entries[place], dump, config, tables)
         column.append(number)
     return column
 
@@ -191,16 +208,17 @@ def _signature(key: tuple[Any, ...], tables: Tables) -> int:
     return tables.signatures.number(Signature(op, ins, outs, known, peer, None, name))
 
 
-def _signature_column(entries: list[dict[str, Any]], tables: Tables) -> list[int]:
+def _signature_column(
+    names: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], dtypes: Sequence[Any], tables: Tables
+) -> list[int]:
     memo, column = tables.by_call, []
     empty: tuple[Any, ...] = ()
-    for entry in entries:
-        ins, outs, dtypes = entry.get("input_sizes"), entry.get("output_sizes"), entry.get("input_dtypes")
+    for name, enter, leave, types in zip(names, ins, outs, dtypes, strict=True):
         key = (
-            entry["profiling_name"],
-            (tuple(ins[0]),) if ins and len(ins) == 1 else tuple(map(tuple, ins or empty)),
-            (tuple(outs[0]),) if outs and len(outs) == 1 else tuple(map(tuple, outs or empty)),
-            dtypes[0] if dtypes else None,
+            name,
+            (tuple(enter[0]),) if enter and len(enter) == 1 else tuple(map(tuple, enter or empty)),
+            (tuple(leave[0]),) if leave and len(leave) == 1 else tuple(map(tuple, leave or empty)),
+            types[0] if types else None,
         )
         number = memo.get(key)
         if number is None:
@@ -209,35 +227,48 @@ def _signature_column(entries: list[dict[str, Any]], tables: Tables) -> list[int
     return column
 
 
-def _stack_column(entries: list[dict[str, Any]], tables: Tables) -> list[int]:
+def _stack(frames: list[Any], tables: Tables) -> int:
+    stack = tuple(
+        Frame(_text(f.get("name")), _text(f.get("filename")), _integer(f.get("line"), 0))
+        for f in frames[:MAX_FRAMES]
+        if isinstance(f, dict)
+    )
+    return tables.stacks.number(stack) if stack else -1
+
+
+def _stack_column(rows: Sequence[Any], tables: Tables) -> list[int]:
     """Number of every row's stack, -1 without. Frames that rows share are recognised by identity."""
     by_id: dict[tuple[int, ...], int] = {}
     column = []
-    for entry in entries:
-        frames = entry.get("frames")
+    for frames in rows:
         if not frames or type(frames) is not list:
             column.append(-1)
             continue
         key = tuple(map(id, frames if len(frames) <= MAX_FRAMES else frames[:MAX_FRAMES]))
         number = by_id.get(key)
         if number is None:
-            stack = tuple(
-                Frame(_text(f.get("name")), _text(f.get("filename")), _integer(f.get("line"), 0))
-                for f in frames[:MAX_FRAMES]
-                if isinstance(f, dict)
-            )
-            number = by_id[key] = tables.stacks.number(stack) if stack else -1
+            number = by_id[key] = _stack(frames, tables)
         column.append(number)
     return column
 
 
-def _is_p2p(entry: dict[str, Any]) -> int:
+def _is_p2p(flag: Any, name: Any) -> int:
     """Whether a row is a hand-off; recorders before the key ``is_p2p`` tell by the name only."""
-    flag = entry.get("is_p2p")
     if flag is not None:
         return int(flag is True)
-    name = entry.get("profiling_name")
     return int(isinstance(name, str) and name.partition(":")[2].startswith(("send", "recv")))
+
+
+def _fields(entries: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """The columns of ``_KEYS``; at once where all rows have all keys, as today's recorders write them."""
+    if not entries:
+        return [()] * len(_KEYS)
+    framed = "frames" in entries[0]
+    try:
+        columns = list(zip(*map(itemgetter(*_KEYS if framed else _KEYS[:-1]), entries), strict=True))
+    except KeyError:
+        return list(zip(*[tuple(map(e.get, _KEYS)) for e in entries], strict=True))
+    return columns if framed else [*columns, (None,) * len(entries)]
 
 
 def _columns(entries: list[dict[str, Any]], dump: Dump, config: dict[str, int], tables: Tables) -> None:
@@ -246,24 +277,25 @@ def _columns(entries: list[dict[str, Any]], dump: Dump, config: dict[str, int], 
     Raises:
         TypeError, ValueError, KeyError, OverflowError: a row is not what a recorder writes.
     """
-    p2p = [0 if e.get("is_p2p") is False else _is_p2p(e) for e in entries]
-    numbered = "collective_seq_id" if entries and "collective_seq_id" in entries[0] else "seq_id"
-    seq = [e[numbered] for e in entries] if numbered == "collective_seq_id" else [e.get(numbered, -1) for e in entries]
-    if 1 in p2p and numbered == "collective_seq_id":  # hand-offs repeat the number of the collective before them
+    names, ins, outs, dtypes, ids, seqs, records, states, created, flags, frames = _fields(entries)
+    p2p = [0 if flag is False else _is_p2p(flag, name) for flag, name in zip(flags, names, strict=True)]
+    seq: Sequence[Any] = seqs
+    if entries and "collective_seq_id" not in entries[0]:
+        seq = [e.get("seq_id", -1) for e in entries]
+    elif 1 in p2p:  # hand-offs repeat the number of the collective before them
         seq = [e.get("p2p_seq_id", -1) if flag else s for e, s, flag in zip(entries, seq, p2p, strict=True)]
-    record = [e.get("record_id", i) for i, e in enumerate(entries)]
-    state = [_STATE.get(e.get("state", ""), UNKNOWN) for e in entries]
+    state = [_STATE.get(word or "", UNKNOWN) for word in states]
     if dump.backend == "gloo":  # its state is always "scheduled"; retired says that it is over, well or not
         state = [UNKNOWN if e.get("retired") is True else s for e, s in zip(entries, state, strict=True)]
     dump.columns = {
-        "group": array("i", _group_column(entries, dump, config, tables)),
-        "signature": array("i", _signature_column(entries, tables)),
-        "stack": array("i", _stack_column(entries, tables)),
+        "group": array("i", _group_column(entries, ids, dump, config, tables)),
+        "signature": array("i", _signature_column(names, ins, outs, dtypes, tables)),
+        "stack": array("i", _stack_column(frames, tables)),
         "seq": array("q", seq),
-        "record": array("q", record),
+        "record": array("q", records if None not in records else range(len(entries))),
         "state": array("b", state),
         "p2p": array("b", p2p),
-        "created_ns": array("q", [e.get("time_created_ns") or 0 for e in entries]),
+        "created_ns": array("q", created if None not in created else [t or 0 for t in created]),
     }
 
 
