@@ -19,7 +19,7 @@ from meshwright.plan.products import held
 from meshwright.plan.serve_memory import serve_memory
 from meshwright.plan.timing.collective import curve, joined, table
 from meshwright.plan.timing.compute import generation, peak_flops, unit_dtype
-from meshwright.plan.timing.step import Work, step_work
+from meshwright.plan.timing.step import Work, contexts, step_work, together
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.placement import Placement
 from meshwright.specs.profile import ServeSettings
@@ -40,7 +40,7 @@ class Flat:
     messages: list[tuple[float, ...]] = field(default_factory=list)
     steps: list[tuple[float, ...]] = field(default_factory=list)
 
-    def add(self, work: Work, cluster: Cluster) -> int:
+    def add(self, work: Work, cluster: Cluster, prompt: bool) -> int:
         """Append one step; returns its number."""
         number, device = len(self.steps), cluster.device
         gen = GENERATIONS.index(generation(device))
@@ -63,7 +63,7 @@ class Flat:
                 m.op == "all_to_all",
             ))  # fmt: skip
         self.steps.append((
-            gen, work.launches, work.passes_bytes / device.bandwidth_bytes_s, work.requests, work.prefill,
+            gen, work.launches, work.passes_bytes / device.bandwidth_bytes_s, work.requests, float(prompt),
             float(len(work.messages) > 0), work.expert_launches, work.quantizing,
         ))  # fmt: skip
         return number
@@ -104,8 +104,10 @@ def capacity(placement: Placement, cluster: Cluster, isl: int, osl: int, known: 
 def _count(flat: Flat, placement: Placement, cluster: Cluster, decode: Batch | None, prompt: Batch | None) -> int:
     first = placement.classes[0].coordinate
     own = held(placement, first, {})
-    work = step_work(placement, ServeSettings(), cluster.devices_per_node, own, first.pp, first, decode, prompt)
-    return flat.add(work, cluster)
+    steps = [contexts(placement, ServeSettings(), batch) for batch in (decode, prompt) if batch is not None]
+    step = together(*steps) if len(steps) > 1 else steps[0]
+    work = step_work(placement, cluster.devices_per_node, own, first.pp, first, step)
+    return flat.add(work, cluster, prompt is not None)
 
 
 def collect(runs: Sequence[Run]) -> Counts:

@@ -104,13 +104,13 @@ def better(ordered: list[Candidate]) -> tuple[Alternative, ...]:
 
 
 def breaks(ctx: ServeContext, candidate: Candidate) -> str:
-    """The latency targets that a layout breaks, with its own bounds; empty when it breaks none."""
+    """The latency targets that a layout breaks, with its predicted times; empty when it breaks none."""
     w, cost = ctx.workload, candidate.cost
     text = ""
-    if w.tpot_s is not None and cost.step_s > w.tpot_s:
-        text += f", a token takes at least {cost.step_s * 1e3:,.2f} ms"
-    if w.ttft_s is not None and cost.prefill_s > w.ttft_s:
-        text += f", a prefill at least {cost.prefill_s * 1e3:,.1f} ms"
+    if w.tpot_s is not None and cost.tpot_s > w.tpot_s:
+        text += f", a token takes {cost.tpot_s * 1e3:,.2f} ms"
+    if w.ttft_s is not None and cost.ttft_s > w.ttft_s:
+        text += f", the first one {cost.ttft_s * 1e3:,.1f} ms"
     return text
 
 

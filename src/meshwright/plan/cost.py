@@ -1,8 +1,9 @@
-"""Lower bounds from the counted ledger, by which layouts are ranked until a time model replaces them.
+"""Lower bounds from the counted ledger, by which layouts are compared; the prediction beside them (serving).
 
 Every product and core takes at least ``max(FLOPs / peak, bytes / memory bandwidth)`` (the roofline of Williams,
 Waterman, Patterson 2009) and one launch, every collective its launch, its steps of latency and its wire bytes over
-its link. No efficiency and no overlap: good to compare layouts, not a prediction.
+its link. No efficiency and no overlap: good to compare layouts. ``serve_cost`` adds the times that ``serving_time``
+predicts.
 
 The seam: ``serve_cost`` and ``train_cost`` are the only functions that the search calls for a ``Cost``.
 """
@@ -19,14 +20,14 @@ from meshwright.plan.forward import embedding_ops, head_ops, serve_batch, servin
 from meshwright.plan.layer_ops import layer_ops
 from meshwright.plan.plan import Cost
 from meshwright.plan.products import Held, Kind, held
+from meshwright.plan.serving_time import serving_time
+from meshwright.plan.serving_time_steps import StageRank
+from meshwright.plan.timing.compute import peak_flops as peak_flops
 from meshwright.plan.wire import Op
 from meshwright.specs.cluster import Cluster, Device, Link
 from meshwright.specs.placement import Coordinate, Placement
 from meshwright.specs.profile import ServeSettings
 from meshwright.specs.workload import Serve
-
-#: dtype whose units compute where the hardware has none for the weights' own (weights are unpacked first).
-_FALLBACK = {"fp4": ("f8_e4m3", "bf16"), "f8_e4m3": ("bf16", "f16"), "f8_e5m2": ("bf16", "f16"), "i8": ("bf16",)}
 
 #: Seconds of one kernel of a captured CUDA graph: 4.3 us for vLLM, 3.4 us for TensorRT-LLM, fitted on 1,290 serving
 #: rows of aiconfigurator-core 0.12.0 (several versions); the smaller one keeps this a lower bound.
@@ -34,15 +35,6 @@ KERNEL_S = 3.4e-6
 #: Seconds before a collective sends: intercept over ring steps of NCCL all_reduces of 512 bytes on 2, 4 and 8 devices:
 #: 4.6 us (H100, H200), 5.3 (L40S), 7.9 (A100, B200); table of aiconfigurator-core 0.12.0.
 LAUNCH_S = 4.6e-6
-
-
-def peak_flops(device: Device, dtype: str) -> float:
-    """Peak of the units that multiply ``dtype``: its own, else those it is unpacked to, else the fastest of 16 bits."""
-    for name in (dtype, *_FALLBACK.get(dtype, ()), "bf16", "f16", "f32"):
-        peak = device.peak(name)
-        if peak:
-            return peak
-    return max((p for _, p in device.peak_flops), default=1e12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +192,22 @@ def stage_tallies(
 
 
 def serve_cost(
-    placement: Placement, cluster: Cluster, workload: Serve, max_requests: int, settings: ServeSettings
+    placement: Placement,
+    cluster: Cluster,
+    workload: Serve,
+    max_requests: int,
+    settings: ServeSettings,
+    *,
+    predict: bool = True,
 ) -> Cost:
-    """Lower bounds of a decode step and of a prefill, and the throughput they allow.
+    """Lower bounds of a decode step and of a prefill, the throughput they allow, and the predicted times.
 
     Without a stated concurrency the batch is what the caches hold, ``max_requests`` in all (at most
     ``max_num_seqs`` a replica). A pipeline of p stages decodes p batches in turn, each a p-th of the requests, so that
     a token takes p passes of the slowest stage and one request a batch would leave the others idle. A step is these p
-    passes: every request is one token further.
+    passes: every request is one token further. ``predict``: also the times (``Cost.predicted``), which take longer.
     """
-    layout = placement.layout
+    layout, stated = placement.layout, workload
     if workload.concurrency is None:
         workload = replace(workload, concurrency=max(layout.dp, max_requests))
     batch = serve_batch(workload, "decode", layout, settings)
@@ -225,6 +223,8 @@ def serve_cost(
     busy_s = max(busy_s, (prefill_s + workload.osl * step_s) / requests)  # fewer requests than stages leave some idle
     worst = max(decode, key=lambda t: t.seconds)
     step = Tally().plus(worst, layout.pp)
+    at = [StageRank(stage, own, links.coordinate) for stage, own, links in ranks]
+    timed = predict and max_requests > 0
     return Cost(
         bytes_read=step.bytes_moved,
         flops=step.flops,
@@ -235,4 +235,5 @@ def serve_cost(
         tokens_per_s=layout.dp * workload.osl / busy_s,
         wire_share=worst.wire_s / worst.seconds if worst.seconds else 0.0,
         requests=requests,
+        predicted=serving_time(placement, cluster, stated, max_requests, settings, ranks=at) if timed else None,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.plan.memory import ServeMemory, TrainMemory
+from meshwright.plan.serving_time import ServingTime
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.command import Command as Command
 from meshwright.specs.layout import Layout
@@ -33,10 +34,10 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the ranking compares, counted from the ledger. Not a time prediction.
+    """What the ranking compares, counted from the ledger, and the prediction beside it.
 
     The seconds are what the counted bytes and FLOPs take at the *peak* of device and links: a lower bound, good
-    for comparing layouts of one model on one cluster. The time model replaces this class.
+    for comparing layouts of one model on one cluster. What a user will see is in ``predicted``.
 
     Attributes:
         bytes_read: bytes the busiest rank reads and writes in one decode step (serving) or step (training).
@@ -49,6 +50,7 @@ class Cost:
         wire_share: part of ``step_s`` that is communication.
         bubble: part of the step that pipeline stages stand idle (training).
         requests: requests of one replica in the decode step (serving); without a stated concurrency as many as fit.
+        predicted: TTFT, TPOT and throughput with their intervals (serving), or None.
     """
 
     bytes_read: float
@@ -61,6 +63,17 @@ class Cost:
     wire_share: float = 0.0
     bubble: float = 0.0
     requests: int = 0
+    predicted: ServingTime | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted mean seconds to the first token; the lower bound of a prefill without a prediction."""
+        return self.predicted.ttft.value if self.predicted is not None else self.prefill_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Predicted mean seconds of a further token; the lower bound of a step without a prediction."""
+        return self.predicted.tpot.value if self.predicted is not None else self.step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +125,7 @@ class Plan:
         rules: broken rules of the chosen layout (illegal and unwise).
         reasons: the explanation, most important first.
         alternatives, rejected: what else was looked at.
-        fast_enough: the lower bounds of its cost break no latency target.
+        fast_enough: neither the predicted means nor the lower bounds of its cost break a target.
         asked: the model as the user named it (a hub id or a path), for commands.
         settings: engine settings the plan was made for (serving), every field resolved.
         notes: assumptions of the model reader, of the cluster, of the memory model.

@@ -14,6 +14,8 @@ from meshwright.plan.explain import ServeFacts, explain_serve, joint_ranks, serv
 from meshwright.plan.memory import ServeMemory
 from meshwright.plan.plan import Candidate, Motive, Plan, Rejected
 from meshwright.plan.serve_memory import resolve_settings, serve_memory
+from meshwright.plan.serving_time import ServingTime, serving_time
+from meshwright.plan.serving_time_steps import stage_ranks
 from meshwright.plan.targets import missed, rate_bound, too_slow, violations
 from meshwright.plan.verdict import given_verdict, nothing_works, serve_verdict
 from meshwright.specs.checks import dp_does_not_cure
@@ -74,9 +76,9 @@ class ServeContext:
         workload = self.at_rate(placement)
         memory = self.memory(placement, workload)
         cost = serve_cost(placement, self.cluster, workload, memory.max_requests, self.settings)
-        target = workload.tpot_s
-        if workload.concurrency is None and target is not None and cost.step_s > target and memory.max_requests:
-            workload = self.at_target(placement, memory.max_requests, target)
+        time = cost.predicted
+        if workload.concurrency is None and time is not None and self.late(time):
+            workload = self.at_target(placement, memory.max_requests, time)
             memory = self.memory(placement, workload)
             cost = serve_cost(placement, self.cluster, workload, memory.max_requests, self.settings)
         return Candidate(layout, placement, memory, cost, rules, workload)
@@ -87,16 +89,30 @@ class ServeContext:
         measured = found.terms_for(placement.layout, self.profile.engine) if found is not None else None
         return serve_memory(placement, self.cluster, workload, self.settings, measured=measured)
 
-    def at_target(self, placement: Placement, most: int, target_s: float) -> Serve:
-        """The workload with as many requests in flight as keep the target of a token (a power of two a replica), of
-        the ``most`` that the caches hold; one a replica where even that breaks it."""
-        inside = min(placement.layout.dp, most)
-        while 2 * inside <= most:
-            trial = replace(self.workload, concurrency=2 * inside)
-            if serve_cost(placement, self.cluster, trial, most, self.settings).step_s > target_s:
-                break
+    def late(self, time: ServingTime) -> bool:
+        """Whether the predicted means break a latency target."""
+        w = self.workload
+        slow = w.tpot_s is not None and time.tpot.value > w.tpot_s
+        return slow or (w.ttft_s is not None and time.ttft.value > w.ttft_s)
+
+    def at_target(self, placement: Placement, most: int, full: ServingTime) -> Serve:
+        """The workload with as many requests in flight as keep its latency targets (a power of two a replica), of the
+        ``most`` that the caches hold and ``full`` was predicted for; one a replica where even that breaks them.
+
+        A token takes a fixed time and one that grows with the requests, so that no more than the target's share of
+        ``full`` can keep it: the search begins there.
+        """
+        inside = least = min(placement.layout.dp, most)
+        share = 1.0 if self.workload.tpot_s is None else min(1.0, self.workload.tpot_s / full.tpot.value)
+        while 2 * inside <= most * share:
             inside *= 2
-        return replace(self.workload, concurrency=inside)
+        ranks = stage_ranks(placement)
+        while inside > least:
+            trial = replace(self.workload, concurrency=inside)
+            if not self.late(serving_time(placement, self.cluster, trial, most, self.settings, ranks=ranks)):
+                break
+            inside //= 2
+        return replace(self.workload, concurrency=max(inside, least))
 
     def at_rate(self, placement: Placement) -> Serve:
         """The workload with the requests in flight that its rate implies, by Little's law: rate x time inside.
@@ -109,7 +125,7 @@ class ServeContext:
         inside, limit = 1, 1 << 20
         for _ in range(LITTLE_STEPS):
             trial = replace(workload, concurrency=inside)
-            cost = serve_cost(placement, self.cluster, trial, inside, self.settings)
+            cost = serve_cost(placement, self.cluster, trial, inside, self.settings, predict=False)
             inside = min(limit, max(1, ceil(workload.rate * (cost.prefill_s + workload.osl * cost.step_s))))
         return replace(workload, concurrency=inside)
 

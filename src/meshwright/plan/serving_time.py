@@ -78,7 +78,9 @@ class ServingTime:
     def tpot_percentile(self, percent: float) -> float:
         """TPOT in seconds that ``percent`` % of the requests keep: normal about the mean."""
         p = min(max(percent / 100, 1e-4), 1 - 1e-4)
-        deviations: float = (p**0.135 - (1 - p) ** 0.135) / 0.1975  # Tukey's lambda, within 0.02 of the normal up to 99 %
+        deviations: float = (
+            p**0.135 - (1 - p) ** 0.135
+        ) / 0.1975  # Tukey's lambda, within 0.02 of the normal up to 99 %
         return max(0.0, self.tpot.value + self.tpot_sigma * deviations)
 
     def goodput(self, ttft_s: float | None = None, tpot_s: float | None = None) -> float:

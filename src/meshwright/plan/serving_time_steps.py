@@ -13,7 +13,7 @@ from meshwright.plan.timing.closed_loop import Steps
 from meshwright.plan.timing.collective import Wiring, joined
 from meshwright.plan.timing.compute import constants
 from meshwright.plan.timing.estimate import Word
-from meshwright.plan.timing.step import step_work
+from meshwright.plan.timing.step import StepContexts, contexts, step_work, together
 from meshwright.plan.timing.step_time import EngineTime, StepTime, engine_time, step_seconds
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.placement import Coordinate, Placement
@@ -91,8 +91,12 @@ def timed_steps(
     running: int,
     conditions: Conditions,
     ranks: Sequence[StageRank],
+    *,
+    quarter: bool = False,
 ) -> StepSet:
     """Time the steps of one replica with ``running`` requests in the middle of their outputs.
+
+    ``quarter``: also the step of a quarter of them, which only pools need (else ``low`` is ``dec``).
 
     A pipeline of p stages decodes p batches in turn: a token takes p passes of the slowest stage.
     """
@@ -102,18 +106,20 @@ def timed_steps(
     gain = accepted_tokens(settings, conditions.accepted)
     past = workload.isl + workload.osl // 2
 
-    def timed(rank: StageRank, requests: int, prompt: bool) -> StepTime:
-        batch = Batch("decode", -(-requests // stages), 1 + drafted, past) if requests else None
-        text = Batch("prefill", 1, workload.isl) if prompt else None
-        work = step_work(placement, settings, node, rank.own, rank.stage, rank.at, batch, text)
-        return step_seconds(work, cluster, engine)
+    def decoding(requests: int) -> StepContexts:
+        return contexts(placement, settings, Batch("decode", -(-requests // stages), 1 + drafted, past))
 
-    decodes = [timed(rank, running, False) for rank in ranks]
+    def timed(rank: StageRank, step: StepContexts) -> StepTime:
+        return step_seconds(step_work(placement, node, rank.own, rank.stage, rank.at, step), cluster, engine)
+
+    all_of_them, text = decoding(running), contexts(placement, settings, Batch("prefill", 1, workload.isl))
+    decodes = [timed(rank, all_of_them) for rank in ranks]
     slowest = max(range(len(ranks)), key=lambda i: decodes[i].seconds)
     decode, rank = decodes[slowest], ranks[slowest]
-    low = timed(rank, max(1, running // 4), False)
-    mixed, prompt = timed(rank, running, True), timed(rank, 0, True)
-    others = sum(timed(other, 0, True).seconds for other in ranks if other is not rank)
+    low = timed(rank, decoding(max(1, running // 4))) if quarter else decode
+    prompts = [timed(other, text) for other in ranks]
+    prompt, mixed = prompts[slowest], timed(rank, together(all_of_them, text))
+    others = sum(p.seconds for i, p in enumerate(prompts) if i != slowest)
     budget = settings.max_num_batched_tokens or PROMPT_BUDGET
     least = decode.launches * engine.eager_decode_s if settings.enforce_eager else 0.0
     steps = Steps(

@@ -1,6 +1,6 @@
 """Whether a layout reaches what is asked of its speed: the rate, the time to first token, the time per token.
 
-All seconds are lower bounds of ``plan.cost``: a target that they break is out of reach, one that they keep may be.
+A target is judged by the predicted mean (``Cost.predicted``); that even the lower bound breaks it is said as such.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from meshwright.plan.cost import serve_cost
 from meshwright.plan.memory import ServeMemory
 from meshwright.plan.plan import Candidate, Rejected
+from meshwright.plan.timing.estimate import Seconds
 from meshwright.specs.layout import product
 
 if TYPE_CHECKING:
@@ -19,11 +20,17 @@ if TYPE_CHECKING:
 
 
 def violations(ctx: ServeContext, candidate: Candidate) -> int:
-    """Targets that even the lower bounds break."""
-    w = ctx.workload
-    broken = w.tpot_s is not None and candidate.cost.step_s > w.tpot_s
-    late = w.ttft_s is not None and candidate.cost.prefill_s > w.ttft_s
-    return int(broken) + int(late) + int(too_slow(ctx, candidate) is not None)
+    """Targets that the prediction breaks."""
+    w, cost = ctx.workload, candidate.cost
+    broken = w.tpot_s is not None and max(cost.tpot_s, cost.step_s) > w.tpot_s
+    late = w.ttft_s is not None and max(cost.ttft_s, cost.prefill_s) > w.ttft_s
+    slow = too_slow(ctx, candidate) is not None or saturates(candidate)
+    return int(broken) + int(late) + int(slow)
+
+
+def saturates(candidate: Candidate) -> bool:
+    """Whether the predicted queue of a stated rate grows without end."""
+    return candidate.cost.predicted is not None and not candidate.cost.predicted.stable
 
 
 def too_slow(ctx: ServeContext, candidate: Candidate) -> Rejected | None:
@@ -41,13 +48,15 @@ def rate_bound(ctx: ServeContext, candidate: Candidate) -> float:
         return inf
     if id(candidate.placement) not in ctx.rate_bounds:
         most = candidate.memory.max_requests
-        full = serve_cost(candidate.placement, ctx.cluster, replace(ctx.workload, rate=None), most, ctx.settings)
+        full = serve_cost(
+            candidate.placement, ctx.cluster, replace(ctx.workload, rate=None), most, ctx.settings, predict=False
+        )
         ctx.rate_bounds[id(candidate.placement)] = full.tokens_per_s / ctx.workload.osl
     return ctx.rate_bounds[id(candidate.placement)]
 
 
 def missed(ctx: ServeContext, candidate: Candidate) -> str:
-    """Verdict on a layout that breaks a target even at the peaks; empty when it does not."""
+    """Verdict on a layout that breaks a target; empty when it does not."""
     w, cost, name = ctx.workload, candidate.cost, product(candidate.layout)
     if w.tpot_s is not None and cost.step_s > w.tpot_s:
         step, target = cost.step_s * 1e3, w.tpot_s * 1e3
@@ -56,4 +65,27 @@ def missed(ctx: ServeContext, candidate: Candidate) -> str:
         first, target = cost.prefill_s * 1e3, w.ttft_s * 1e3
         return f"too slow: {name} fits, but a prefill takes at least {first:,.1f} ms, {target:,.1f} ms are asked"
     slow = too_slow(ctx, candidate)
-    return f"too slow: {name}, {slow.reason}; add devices, or shorten the requests" if slow else ""
+    if slow:
+        return f"too slow: {name}, {slow.reason}; add devices, or shorten the requests"
+    time = cost.predicted
+    if time is None:
+        return ""
+    if not time.stable:
+        return (
+            f"too slow: {name} fits, but {w.rate:,.2f} requests/s are asked and about {time.requests_per_s:,.2f} are "
+            "predicted to be its most; add devices, or shorten the requests"
+        )
+    for what, found, target_s in (("a token", time.tpot, w.tpot_s), ("the first token", time.ttft, w.ttft_s)):
+        if target_s is not None and found.value > target_s:
+            return (
+                f"too slow: {name} fits, but {what} is predicted to take {milliseconds(found)}, "
+                f"{target_s * 1e3:,.1f} ms are asked"
+            )
+    return ""
+
+
+def milliseconds(time: Seconds) -> str:
+    """``"19.1 ms (14.6 to 25.1)"``: the predicted mean with its 80 % interval."""
+    value, low, high = (t * 1e3 for t in (time.value, time.low, time.high))
+    digits = 1 if value < 100 else 0
+    return f"{value:,.{digits}f} ms ({low:,.{digits}f} to {high:,.{digits}f})"

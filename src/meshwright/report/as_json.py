@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
+from math import inf
 from typing import Any
 
 from meshwright.plan.memory import RankMemory, ServeMemory
-from meshwright.plan.plan import Candidate, Plan
+from meshwright.plan.plan import Candidate, Cost, Plan
 from meshwright.plan.spread import rank_rows
 from meshwright.specs.layout import Layout, product
 from meshwright.specs.placement import Coordinate
@@ -95,13 +96,37 @@ def memory_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     return out
 
 
+def cost_json(cost: Cost) -> dict[str, Any]:
+    """Counts and lower bounds; ``predicted``: means with their intervals, percentiles and parts in seconds."""
+    out: dict[str, Any] = {f.name: getattr(cost, f.name) for f in fields(cost) if f.name != "predicted"}
+    time = cost.predicted
+    out["predicted"] = time and {
+        "ttft_s": finite(time.ttft.json()),
+        "tpot_s": finite(time.tpot.json()),
+        "tokens_per_s": finite(time.tokens_per_s.json()),
+        "requests_per_s": time.requests_per_s,
+        "running": time.running,
+        "stable": time.stable,
+        "ttft_percentiles_s": finite({f"p{n}": time.ttft_percentile(n) for n in (50, 90, 99)}),
+        "tpot_percentiles_s": finite({f"p{n}": time.tpot_percentile(n) for n in (50, 90, 99)}),
+        "ttft_parts_s": finite(dict(time.ttft_parts)),
+        "tpot_parts_s": finite(dict(time.tpot_parts)),
+    }
+    return out
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that JSON can hold: None where a queue grows without end."""
+    return {k: None if v in (inf, -inf) or v != v else v for k, v in values.items()}
+
+
 def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     """A layout that was looked at in full, in short."""
     out: dict[str, Any] = {
         "layout": layout_json(candidate.layout),
         "fits": candidate.fits,
         "worst": rank_json(candidate.memory.worst, plan.kind),
-        "cost": plain(candidate.cost),
+        "cost": cost_json(candidate.cost),
     }
     if isinstance(candidate.memory, ServeMemory):
         out["kv_cache_tokens"] = candidate.memory.kv_cache_tokens
@@ -148,7 +173,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "reasons": [plain(r) for r in plan.reasons],
         "memory": memory_json(plan, chosen) if chosen else None,
         "kv_cache_tokens": serve.kv_cache_tokens if serve else None,
-        "cost": plain(chosen.cost) if chosen else None,
+        "cost": cost_json(chosen.cost) if chosen else None,
         "alternatives": [{**candidate_json(plan, a.candidate), "lost_by": a.lost_by} for a in plan.alternatives],
         "rejected": [{"layout": layout_json(r.layout), "code": r.code, "reason": r.reason} for r in plan.rejected],
         "commands": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table
 from meshwright.ledger.schema import Ledger
 from meshwright.plan.memory import RankMemory, ServeMemory
 from meshwright.plan.plan import Alternative, Candidate, Plan
+from meshwright.plan.serving_time import ServingTime
 from meshwright.specs.layout import product
 from meshwright.specs.units import GIB, binary, gib
 
@@ -83,6 +85,40 @@ def _capacity_line(memory: ServeMemory) -> str:
     )
 
 
+def speed_table(time: ServingTime) -> Table:
+    """Predicted times and throughput with their intervals and percentiles."""
+    made = table("Predicted", "mean", "80 % interval", "p50", "p90", "p99", title="Speed")
+    percents = (50, 90, 99)
+    for name, found, of in (("TTFT ms", time.ttft, time.ttft_percentile), ("TPOT ms", time.tpot, time.tpot_percentile)):
+        made.add_row(
+            name,
+            _short(found.value * 1e3),
+            f"{_short(found.low * 1e3)} to {_short(found.high * 1e3)}",
+            *(_short(of(p) * 1e3) for p in percents),
+        )
+    rate = time.tokens_per_s
+    made.add_row("output tokens/s", _short(rate.value), f"{_short(rate.low)} to {_short(rate.high)}", *[""] * 3)
+    return made
+
+
+def _short(value: float) -> str:
+    """Three digits or whole numbers; a queue without end has no time."""
+    if value == inf:
+        return "no end"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def speed_line(time: ServingTime) -> str:
+    """How sure the times are, for how many requests, and what a token's time is made of."""
+    sure = {
+        "calibrated": "calibrated on measured runs of this engine and device generation",
+        "modelled": "modelled: engine, device or links lie outside the measured runs",
+    }
+    parts = ", ".join(f"{name} {_short(s * 1e3)}" for name, s in time.tpot_parts if s > 0.005 * time.tpot.value)
+    many = "one request decodes" if time.running == 1 else f"{time.running:,} requests decode"
+    return f"{sure.get(time.tpot.word, time.tpot.word)}; {many} together on a replica; ms of a token: {parts}"
+
+
 def _alternatives(rows: Iterable[Alternative], kind: str) -> Table:
     made = table("Other layouts that work", "worst rank", "left", "compared")
     made.columns[3].justify = "left"
@@ -113,6 +149,10 @@ def show_plan(plan: Plan, out: Console | None = None, *, title: str = "") -> Non
         out.print(memory_table(plan, plan.chosen))
         if isinstance(plan.chosen.memory, ServeMemory):
             out.print(escape(_capacity_line(plan.chosen.memory)))
+        if plan.chosen.cost.predicted is not None:
+            out.print()
+            out.print(speed_table(plan.chosen.cost.predicted))
+            out.print(escape(speed_line(plan.chosen.cost.predicted)))
     if plan.reasons:
         out.print("\n[bold]Why[/bold]")
         for reason in plan.reasons:

@@ -18,7 +18,7 @@ from meshwright.plan.forward import embedding_ops, head_ops, serving_context, st
 from meshwright.plan.layer_ops import AFTER_CORE, Context, layer_ops
 from meshwright.plan.products import Held, Kind
 from meshwright.plan.timing.collective import Wiring
-from meshwright.plan.timing.compute import op_width, shape_class
+from meshwright.plan.timing.compute import ShapeClass, op_width, shape_class
 from meshwright.plan.wire import Op
 from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.model import Attention
@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
         repeats: in the step.
     """
 
-    kind: str
+    kind: ShapeClass
     dtype: str
     moved_bytes: float
     flops: float
@@ -68,7 +68,7 @@ class Work(NamedTuple):
             expert_launches: those of mixtures of experts, and
             quantizing: those that quantize a product's input block by block.
         passes_bytes: bytes of the hidden states that all these kernels read and write, beyond what ``kernels`` count.
-        requests: decoding requests of the rank. tokens: tokens in the step. prefill: a prompt is among them.
+        requests: decoding requests of the rank.
     """
 
     kernels: tuple[Kernel, ...]
@@ -78,8 +78,6 @@ class Work(NamedTuple):
     quantizing: float
     passes_bytes: float
     requests: int
-    tokens: int
-    prefill: bool
 
 
 #: Kernels of the parts of a layer, as serving engines fuse them. Attention: one product for q, k, v, rotary embedding
@@ -142,33 +140,53 @@ class Groups:
         return self._known[group]
 
 
-def step_work(
-    placement: Placement,
-    settings: ServeSettings,
-    per_node: int,
-    own: Held,
-    stage: int,
-    at: Coordinate,
-    decode: Batch | None,
-    prompt: Batch | None,
-) -> Work:
+class StepContexts(NamedTuple):
+    """What the layers of a step share: ``whole`` for products, ``parts`` for the cores of each kind of request."""
+
+    whole: Context
+    parts: tuple[Context, ...]
+
+    @property
+    def decode(self) -> int:
+        """Decoding requests."""
+        return sum(c.batch.sequences for c in self.parts if c.batch.phase == "decode")
+
+    @property
+    def sampled(self) -> int:
+        """Sequences whose next token is chosen."""
+        return sum(c.batch.sequences for c in self.parts)
+
+
+def contexts(placement: Placement, settings: ServeSettings, batch: Batch) -> StepContexts:
+    """A step of decoding requests, or of one prompt on every replica."""
+    own = serving_context(placement, batch, settings)
+    return StepContexts(own, (own,))
+
+
+def together(decode: StepContexts, prompt: StepContexts) -> StepContexts:
+    """A step of both: products see all tokens, cores those of their own."""
+    first = decode.whole.batch
+    tokens = first.tokens + prompt.whole.batch.tokens
+    whole = replace(decode.whole, batch=Batch("decode", tokens, 1, first.past), cache={})
+    return StepContexts(whole, (*decode.parts, *prompt.parts))
+
+
+def step_work(placement: Placement, per_node: int, own: Held, stage: int, at: Coordinate, step: StepContexts) -> Work:
     """Count one step of the rank at ``at``.
 
     Args:
-        placement, settings: model, layout, engine; dtypes.
+        placement: model, layout, engine.
         per_node: devices of a node.
         own: what the rank multiplies (``plan.products.held``). stage: its pipeline stage.
-        decode: decoding requests of one data-parallel replica, or None.
-        prompt: the prompt in the step, or None; every replica has one.
+        step: what runs in the step.
     """
-    whole, parts = _contexts(placement, settings, decode, prompt)
+    whole, parts = step.whole, step.parts
     groups = Groups(placement, per_node, at)
     kernels: list[Kernel] = []
     messages: list[Message] = []
     last = len(placement.stages) - 1
-    sampled = (decode.sequences if decode else 0) + (prompt.sequences if prompt else 0)
     ends = embedding_ops(whole, own.ends) if stage == 0 else stage_hand_off(whole, "recv", stage - 1)
-    tail = head_ops(placement, whole, own.ends, sampled) if stage == last else stage_hand_off(whole, "send", stage)
+    tail = head_ops(placement, whole, own.ends, step.sampled) if stage == last else stage_hand_off(whole, "send", stage)
     _add([*ends, *tail], 1, 0, False, groups, kernels, messages)
     spread = placement.cuts.grid.ep > 1
     launches, expert_launches, quantizing, passes = 4.0, 0.0, 0.0, 0.0
@@ -176,39 +194,31 @@ def step_work(
     block = quantization is not None and quantization.block is not None
     for kind, count in kinds_of(own):
         held = max((p.experts for p in kind.products if p.role == "expert"), default=0)
-        ops = [op for op in layer_ops(whole, kind) if op.op not in _CORES] if len(parts) > 1 else layer_ops(whole, kind)
+        ops = layer_ops(whole, kind)
         if len(parts) > 1:
+            ops = [op for op in ops if op.op not in _CORES]
             ops = [*ops, *(op for part in parts for op in layer_ops(part, kind) if op.op in _CORES)]
         _add(ops, count, held, spread, groups, kernels, messages)
-        own_launches = launches_of(kind)
-        launches += own_launches * count
+        of_layer = launches_of(kind)
+        launches += of_layer * count
+        topk = 0
         if kind.layer.moe is not None:
             expert_launches += LAUNCHES["moe"] * count
-            own_launches += LAUNCHES["moe"]
+            of_layer, topk = of_layer + LAUNCHES["moe"], kind.layer.moe.topk
         quantizing += quantizing_of(kind, block) * count
-        topk = kind.layer.moe.topk if kind.layer.moe is not None else 0
-        passes += count * (2 * own_launches + 4 * topk) * whole.held_tokens * whole.hidden * DTYPE_BYTES[whole.dtype]
-    requests = decode.sequences if decode else 0
+        passes += count * (2 * of_layer + 4 * topk) * whole.held_tokens * whole.hidden * DTYPE_BYTES[whole.dtype]
     return Work(
-        tuple(kernels), tuple(messages), launches, expert_launches, quantizing, passes, requests, whole.tokens,
-        prompt is not None,
-    )  # fmt: skip
+        kernels=tuple(kernels),
+        messages=tuple(messages),
+        launches=launches,
+        expert_launches=expert_launches,
+        quantizing=quantizing,
+        passes_bytes=passes,
+        requests=step.decode,
+    )
 
 
 _CORES = frozenset({"attention", "recurrent"})
-
-
-def _contexts(
-    placement: Placement, settings: ServeSettings, decode: Batch | None, prompt: Batch | None
-) -> tuple[Context, list[Context]]:
-    """The context that products see, and those of the cores."""
-    batches = [b for b in (decode, prompt) if b is not None]
-    parts = [serving_context(placement, batch, settings) for batch in batches]
-    if len(parts) == 1:
-        return parts[0], parts
-    tokens = sum(batch.tokens for batch in batches)
-    whole = replace(parts[0], batch=Batch("decode", tokens, 1, batches[0].past), cache={})
-    return whole, parts
 
 
 def _part(op: Op, kind: str) -> str:

@@ -101,10 +101,13 @@ def step_seconds(work: Work, cluster: Cluster, engine: EngineTime) -> StepTime:
     """
     device, c = cluster.device, constants()
     of = dict.fromkeys(PARTS, 0.0)
+    known: dict[tuple[str, str], tuple[Efficiency, float]] = {}
     for k in work.kernels:
-        e = efficiency(device, k.kind, k.dtype)  # type: ignore[arg-type]
-        seconds = kernel_seconds(k, e, device.bandwidth_bytes_s, peak_flops(device, k.dtype))
-        of[k.part] += seconds * k.repeats
+        key = (k.kind, k.dtype)
+        if key not in known:
+            known[key] = efficiency(device, k.kind, k.dtype), peak_flops(device, k.dtype)
+        e, peak = known[key]
+        of[k.part] += kernel_seconds(k, e, device.bandwidth_bytes_s, peak) * k.repeats
     share = c[f"small.{generation(device)}"]
     for m in work.messages:
         if m.wiring.members <= 1:
