@@ -121,7 +121,7 @@ class NcclDebug:
         elif any(word in text for word in _REMARKS):
             hint = hint_of(text)
             if hint:
-                self._note(prefix, number, text, {"topic": hint}, (hint, text[:60]))
+                self._note(prefix, number, text, {"topic": hint, "hint": hint}, (hint, text[:60]))
 
     def _note(self, prefix: Prefix, number: int, text: str, data: dict[str, object], same: object) -> None:
         self._facts.add("nccl_info", prefix, number, data, text, same=same)
