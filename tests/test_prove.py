@@ -21,6 +21,7 @@ from meshwright.prove import prove
 from meshwright.prove.predict import APART, Request, predict, predict_apart
 from meshwright.runtime.checkpoint import write_random
 from meshwright.runtime.mutate import MUTATIONS
+from meshwright.runtime.mutate_experts import EXPERT_MISTAKES
 from tests.proving import proofs
 from tests.runtime.tiny import BASE, EVEN, MODELS
 
@@ -107,9 +108,21 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "one-rotary-base": (LOGITS, KEYS),
     "rope-not-interleaved": (LOGITS, KEYS),
     "missing-sink": (LOGITS,),
+    "lost-token": (LOGITS,),
+    "wrong-expert": (LOGITS, PRODUCTS),
+    "weights-applied-twice": (LOGITS,),
+    "flipped-renormalisation": (LOGITS,),
+    "uncorrected-choice": (LOGITS, PRODUCTS),
+    "dropped-shared-experts": (LOGITS, PRODUCTS),
+    "experts-off-by-one": (LOGITS,),
+    "unsummed-experts": (LOGITS, MOVES),
+    "misread-counts": (LOGITS, PRODUCTS),
+    "unsorted-return": (LOGITS,),
 }
 #: Mistakes that only some families can make (tests/runtime/test_families.py plants them).
 FAMILY = ("unscaled-embedding", "one-rotary-base", "rope-not-interleaved", "missing-sink")
+#: Mistakes that only a mixture of experts can make (tests/runtime/test_moe_proofs.py plants them).
+EXPERTS = tuple(mistake.name for mistake in EXPERT_MISTAKES)
 #: Mistakes after which the numbers are still right: only what was sent, or is held, differs.
 UNSEEN = {"extra-all-reduce", "whole-matrix-kept"}
 
@@ -124,7 +137,11 @@ def test_every_mutation_is_listed_with_what_notices_it() -> None:
         (
             "qwen2",
             "tp=2",
-            [name for name in NOTICED if name not in {"swapped-stages", "stale-kv-block", "skipped-layer", *FAMILY}],
+            [
+                name
+                for name in NOTICED
+                if name not in {"swapped-stages", "stale-kv-block", "skipped-layer", *FAMILY, *EXPERTS}
+            ],
         ),
         ("llama", "pp=2", ["swapped-stages", "stale-kv-block", "skipped-layer", "wrong-dtype"]),
     ],

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from meshwright.errors import InputError
+from meshwright.runtime.mutate_context import CONTEXT_MISTAKES
+from meshwright.runtime.mutate_experts import EXPERT_MISTAKES
 from meshwright.runtime.mutate_model import MODEL_MISTAKES
 from meshwright.runtime.mutation import Mutation, Patch
 from meshwright.specs.placement import Coordinate, Placement, Shard
@@ -46,12 +48,17 @@ def _tp(p: Placement, _: int) -> str | None:
     return None if p.layout.tp > 1 else "tp of at least 2"
 
 
+def _sums(p: Placement, _: int) -> str | None:
+    return None if p.layout.tp > 1 and not p.layout.sp else "tp of at least 2 without sp"
+
+
 def _pp(p: Placement, _: int) -> str | None:
     return None if p.layout.pp > 1 else "pp of at least 2"
 
 
 def _communicates(p: Placement, _: int) -> str | None:
-    return None if p.layout.tp * p.layout.pp > 1 else "tp or pp of at least 2"
+    summed = p.layout.tp > 1 and not p.layout.sp
+    return None if summed or p.layout.pp > 1 else "tp without sp, or pp, of at least 2"
 
 
 def _decodes(_: Placement, new_tokens: int) -> str | None:
@@ -238,8 +245,8 @@ def _whole_table(p: Placement, at: Coordinate, weights: dict[str, Tensor]) -> No
 
 
 _ALL = (
-    Mutation("skip-all-reduce", "the sum after the attention of one layer is left out", _tp, patch=_reduce(0)),
-    Mutation("doubled-all-reduce", "the sum after the attention of one layer is taken twice", _tp, patch=_reduce(2)),
+    Mutation("skip-all-reduce", "the sum after the attention of one layer is left out", _sums, patch=_reduce(0)),
+    Mutation("doubled-all-reduce", "the sum after the attention of one layer is taken twice", _sums, patch=_reduce(2)),
     Mutation("extra-all-reduce", "a sum that nothing needs, with right numbers", _tp, patch=_extra),
     Mutation("wrong-head-range", "query heads of every rank lie one head off", _tp, place=_wrong_heads),
     Mutation("wrong-vocabulary-range", "rows of the vocabulary lie one row off", _tp, place=_wrong_vocabulary),
@@ -252,7 +259,9 @@ _ALL = (
     Mutation("wrong-dtype", "sums and hand-offs travel in bf16", _communicates, patch=_in_bf16),
     Mutation("doubled-bias", "biases are added twice", _bias, weights=_doubled_bias),
     Mutation("whole-matrix-kept", "a whole matrix stays in memory, with right numbers", _tp, weights=_whole_table),
+    *CONTEXT_MISTAKES,
     *MODEL_MISTAKES,
+    *EXPERT_MISTAKES,
 )
 
 #: By name, in the order in which they are listed.
