@@ -20,7 +20,7 @@ def test_replicas_carry_a_rate_that_one_device_cannot() -> None:
     assert found.layout.dp == 8
 
 
-@pytest.mark.parametrize(("rate", "ok"), [(50.0, True), (500.0, False)])
+@pytest.mark.parametrize(("rate", "ok"), [(10.0, True), (500.0, False)])
 def test_a_stated_layout_is_judged_by_its_rate(rate: float, ok: bool) -> None:
     found = plan("8xH100-SXM", rate, "tp=8")
     assert (found.legal, found.fits, found.fast_enough, found.ok) == (True, True, ok, ok)
@@ -33,3 +33,12 @@ def test_a_rate_out_of_reach_names_both_numbers_and_no_shortage_of_memory() -> N
     assert not found.fast_enough
     assert "does not fit" not in found.verdict
     assert "5,000.00 are asked" in found.verdict
+
+
+def test_a_rate_that_the_peaks_allow_but_the_prediction_does_not() -> None:
+    found = plan("8xH100-SXM", 50, "tp=8")
+    assert not found.ok
+    assert found.chosen is not None
+    assert found.chosen.cost.predicted is not None
+    assert not found.chosen.cost.predicted.stable
+    assert "50.00 requests/s are asked and about" in found.verdict

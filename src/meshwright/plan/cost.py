@@ -18,9 +18,9 @@ from math import ceil, log2
 from meshwright.plan.cores import Batch
 from meshwright.plan.forward import embedding_ops, head_ops, serve_batch, serving_context, stage_hand_off
 from meshwright.plan.layer_ops import layer_ops
-from meshwright.plan.plan import Cost
+from meshwright.plan.plan import Cost, Prediction
 from meshwright.plan.products import Held, Kind, held
-from meshwright.plan.serving_time import serving_time
+from meshwright.plan.serving_time import ServingTime, serving_time
 from meshwright.plan.serving_time_steps import StageRank
 from meshwright.plan.timing.compute import peak_flops as peak_flops
 from meshwright.plan.wire import Op
@@ -197,15 +197,13 @@ def serve_cost(
     workload: Serve,
     max_requests: int,
     settings: ServeSettings,
-    *,
-    predict: bool = True,
 ) -> Cost:
     """Lower bounds of a decode step and of a prefill, the throughput they allow, and the predicted times.
 
     Without a stated concurrency the batch is what the caches hold, ``max_requests`` in all (at most
     ``max_num_seqs`` a replica). A pipeline of p stages decodes p batches in turn, each a p-th of the requests, so that
     a token takes p passes of the slowest stage and one request a batch would leave the others idle. A step is these p
-    passes: every request is one token further. ``predict``: also the times (``Cost.predicted``), which take longer.
+    passes: every request is one token further.
     """
     layout, stated = placement.layout, workload
     if workload.concurrency is None:
@@ -223,8 +221,11 @@ def serve_cost(
     busy_s = max(busy_s, (prefill_s + workload.osl * step_s) / requests)  # fewer requests than stages leave some idle
     worst = max(decode, key=lambda t: t.seconds)
     step = Tally().plus(worst, layout.pp)
-    at = [StageRank(stage, own, links.coordinate) for stage, own, links in ranks]
-    timed = predict and max_requests > 0
+
+    def predict() -> ServingTime:
+        at = [StageRank(stage, own, links.coordinate) for stage, own, links in ranks]
+        return serving_time(placement, cluster, stated, max_requests, settings, ranks=at)
+
     return Cost(
         bytes_read=step.bytes_moved,
         flops=step.flops,
@@ -235,5 +236,5 @@ def serve_cost(
         tokens_per_s=layout.dp * workload.osl / busy_s,
         wire_share=worst.wire_s / worst.seconds if worst.seconds else 0.0,
         requests=requests,
-        predicted=serving_time(placement, cluster, stated, max_requests, settings, ranks=at) if timed else None,
+        later=Prediction(predict) if max_requests > 0 else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,6 +32,23 @@ class Reason:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
+class Prediction:
+    """A prediction that is made when it is first asked for: most layouts of a search are never asked."""
+
+    __slots__ = ("_make", "_time")
+
+    def __init__(self, make: Callable[[], ServingTime]) -> None:
+        self._make = make
+        self._time: ServingTime | None = None
+
+    @property
+    def time(self) -> ServingTime:
+        """The prediction."""
+        if self._time is None:
+            self._time = self._make()
+        return self._time
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What the ranking compares, counted from the ledger, and the prediction beside it.
@@ -50,7 +67,7 @@ class Cost:
         wire_share: part of ``step_s`` that is communication.
         bubble: part of the step that pipeline stages stand idle (training).
         requests: requests of one replica in the decode step (serving); without a stated concurrency as many as fit.
-        predicted: TTFT, TPOT and throughput with their intervals (serving), or None.
+        later: the prediction behind ``predicted``, or None.
     """
 
     bytes_read: float
@@ -63,7 +80,12 @@ class Cost:
     wire_share: float = 0.0
     bubble: float = 0.0
     requests: int = 0
-    predicted: ServingTime | None = None
+    later: Prediction | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def predicted(self) -> ServingTime | None:
+        """TTFT, TPOT and throughput with their intervals (serving); made when first asked for."""
+        return self.later.time if self.later is not None else None
 
     @property
     def ttft_s(self) -> float:

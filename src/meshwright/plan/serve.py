@@ -76,8 +76,9 @@ class ServeContext:
         workload = self.at_rate(placement)
         memory = self.memory(placement, workload)
         cost = serve_cost(placement, self.cluster, workload, memory.max_requests, self.settings)
-        time = cost.predicted
-        if workload.concurrency is None and time is not None and self.late(time):
+        judged = workload.tpot_s is not None or workload.ttft_s is not None
+        time = cost.predicted if judged and workload.concurrency is None else None
+        if time is not None and self.late(time):
             workload = self.at_target(placement, memory.max_requests, time)
             memory = self.memory(placement, workload)
             cost = serve_cost(placement, self.cluster, workload, memory.max_requests, self.settings)
@@ -125,7 +126,7 @@ class ServeContext:
         inside, limit = 1, 1 << 20
         for _ in range(LITTLE_STEPS):
             trial = replace(workload, concurrency=inside)
-            cost = serve_cost(placement, self.cluster, trial, inside, self.settings, predict=False)
+            cost = serve_cost(placement, self.cluster, trial, inside, self.settings)
             inside = min(limit, max(1, ceil(workload.rate * (cost.prefill_s + workload.osl * cost.step_s))))
         return replace(workload, concurrency=inside)
 

@@ -24,13 +24,14 @@ def violations(ctx: ServeContext, candidate: Candidate) -> int:
     w, cost = ctx.workload, candidate.cost
     broken = w.tpot_s is not None and max(cost.tpot_s, cost.step_s) > w.tpot_s
     late = w.ttft_s is not None and max(cost.ttft_s, cost.prefill_s) > w.ttft_s
-    slow = too_slow(ctx, candidate) is not None or saturates(candidate)
+    slow = too_slow(ctx, candidate) is not None or saturates(ctx, candidate)
     return int(broken) + int(late) + int(slow)
 
 
-def saturates(candidate: Candidate) -> bool:
+def saturates(ctx: ServeContext, candidate: Candidate) -> bool:
     """Whether the predicted queue of a stated rate grows without end."""
-    return candidate.cost.predicted is not None and not candidate.cost.predicted.stable
+    time = candidate.cost.predicted if ctx.workload.rate is not None else None
+    return time is not None and not time.stable
 
 
 def too_slow(ctx: ServeContext, candidate: Candidate) -> Rejected | None:
@@ -48,9 +49,7 @@ def rate_bound(ctx: ServeContext, candidate: Candidate) -> float:
         return inf
     if id(candidate.placement) not in ctx.rate_bounds:
         most = candidate.memory.max_requests
-        full = serve_cost(
-            candidate.placement, ctx.cluster, replace(ctx.workload, rate=None), most, ctx.settings, predict=False
-        )
+        full = serve_cost(candidate.placement, ctx.cluster, replace(ctx.workload, rate=None), most, ctx.settings)
         ctx.rate_bounds[id(candidate.placement)] = full.tokens_per_s / ctx.workload.osl
     return ctx.rate_bounds[id(candidate.placement)]
 
@@ -67,7 +66,8 @@ def missed(ctx: ServeContext, candidate: Candidate) -> str:
     slow = too_slow(ctx, candidate)
     if slow:
         return f"too slow: {name}, {slow.reason}; add devices, or shorten the requests"
-    time = cost.predicted
+    asked = (w.rate, w.tpot_s, w.ttft_s) != (None, None, None)
+    time = cost.predicted if asked else None
     if time is None:
         return ""
     if not time.stable:

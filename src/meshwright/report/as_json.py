@@ -98,7 +98,7 @@ def memory_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 
 def cost_json(cost: Cost) -> dict[str, Any]:
     """Counts and lower bounds; ``predicted``: means with their intervals, percentiles and parts in seconds."""
-    out: dict[str, Any] = {f.name: getattr(cost, f.name) for f in fields(cost) if f.name != "predicted"}
+    out: dict[str, Any] = {f.name: getattr(cost, f.name) for f in fields(cost) if f.name != "later"}
     time = cost.predicted
     out["predicted"] = time and {
         "ttft_s": finite(time.ttft.json()),
