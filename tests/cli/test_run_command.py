@@ -92,8 +92,8 @@ def test_mistakes_end_in_one_line(folder: Path, words: tuple[str, ...], said: st
 
 def test_mistakes_with_the_folder(tmp_path: Path) -> None:
     assert "config.json: cannot be read" in _refused("generate", tmp_path / "none", "--prompt-ids", "1")
-    (tmp_path / "config.json").write_text(json.dumps(tiny.BASE | {"model_type": "gemma3_text"}))
-    assert "runtime cannot run model_type 'gemma3_text'" in _refused("generate", tmp_path, "--prompt-ids", "1")
+    (tmp_path / "config.json").write_text(json.dumps(tiny.BASE | {"model_type": "granite"}))
+    assert "runtime cannot run model_type 'granite'" in _refused("generate", tmp_path, "--prompt-ids", "1")
 
 
 def test_the_launcher_needs_no_torch(folder: Path) -> None:

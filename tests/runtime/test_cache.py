@@ -103,3 +103,23 @@ def test_what_is_written_is_read_in_order() -> None:
     assert torch.equal(k, rows)
     assert torch.equal(v, -rows)
     assert batch.positions_T.tolist() == list(range(10))
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    """2 layers of 1 head of 4 + 4 values: 64 bytes a token in fp32."""
+    from meshwright.runtime.memory import check_fits, free_bytes
+    from meshwright.specs.probe import Probe
+
+    shapes = {0: CacheShape(1, 4, 4), 1: CacheShape(1, 4, 4)}
+    with pytest.raises(
+        InputError, match=r"^KV cache takes 68,719,476,736,000 bytes, [\d,]+ are free on this machine; "
+    ):
+        PagedCache(shapes, 1 << 30, 1000, torch.float32, torch.device("cpu"))
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4 kB\n")
+    probe = Probe(tmp_path)
+    assert free_bytes(probe) == 4096
+    check_fits("cache", 4096, torch.device("cpu"), "", probe)
+    with pytest.raises(InputError, match="cache takes 4,097 bytes, 4,096 are free on this machine; fewer"):
+        check_fits("cache", 4097, torch.device("cpu"), "fewer", probe)
+    assert free_bytes(Probe(tmp_path / "none")) is None

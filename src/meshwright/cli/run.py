@@ -19,7 +19,6 @@ run_app = typer.Typer(help="Run a model under a layout. Needs torch.", no_args_i
 #: Most new tokens and most ids of one prompt that the command line takes.
 MAX_TOKENS = 1 << 20
 MAX_PROMPTS = 1024
-MAX_TOKENIZER_BYTES = 64 << 20
 
 _MODEL = typer.Argument(help="Folder with config.json and safetensors weights.")
 _PROMPT = typer.Option([], "--prompt", help="Text; needs tokenizer.json. May be given several times.")
@@ -55,17 +54,17 @@ def generate(
     limit_s = seconds(timeout, "--timeout")
     _need_torch()
     from meshwright.runtime.job import Sampling
+    from meshwright.runtime.tokenizer import encode
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    tokenizer = _tokenizer(model) if prompt or not as_json else None
-    ids = [_encode(tokenizer, text, model) for text in prompt] + [_ids(text) for text in prompt_ids]
+    ids = (encode(model, prompt) if prompt else []) + [_ids(text) for text in prompt_ids]
     if not 1 <= len(ids) <= MAX_PROMPTS:
         raise InputError(f"{len(ids)} prompts; give 1 to {MAX_PROMPTS} with --prompt or --prompt-ids")
     options = {"sampling": sampling, "micro_batches": micro_batches, "chunk": chunk}
     job = _job(model, layout, ids, max_new_tokens, options, dtype, device)
     results = _launch(job, limit_s, port)
     if results is not None:
-        _show(job, results, tokenizer, as_json)
+        _show(job, results, model, as_json)
 
 
 def _need_torch() -> None:
@@ -116,29 +115,6 @@ def _launch(job: GenerateJob, limit_s: float, port: int) -> list[Any] | None:
     return run_local(run_job, world, (job,), limit_s, port=port, backend=backend)
 
 
-def _tokenizer(model: Path) -> Any:
-    """The tokenizer of a folder, or None where it has none or the package is absent."""
-    file = model / "tokenizer.json"
-    if not file.is_file():
-        return None
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        return None
-    if file.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise InputError(f"{file}: {file.stat().st_size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises bare Exception for a malformed file
-        raise InputError(f"{file}: not a tokenizer ({str(error)[:80]})") from None
-
-
-def _encode(tokenizer: Any, text: str, model: Path) -> list[int]:
-    if tokenizer is None:
-        raise InputError(f"{model}: no tokenizer.json (or no package tokenizers); give --prompt-ids")
-    return list(tokenizer.encode(text).ids)
-
-
 def _ids(text: str) -> list[int]:
     """``"1,15,7"``."""
     words = text.replace(",", " ").split()
@@ -147,26 +123,31 @@ def _ids(text: str) -> list[int]:
     return [int(w) for w in words]
 
 
-def _show(job: GenerateJob, results: list[Any], tokenizer: Any, as_json: bool) -> None:
+def _show(job: GenerateJob, results: list[Any], model: Path, as_json: bool) -> None:
     from meshwright.runtime.job import merged
+    from meshwright.runtime.loads import as_plain, summary, table_of
+    from meshwright.runtime.tokenizer import decode, usable
 
     tokens = merged(results)
     first = max(r.first_token_s for r in results)
     total = max(r.total_s for r in results)
+    experts = table_of(job.placement, [r.loads for r in results])
     if as_json:
-        typer.echo(json.dumps({"tokens": list(tokens.values()), "first_token_s": first, "total_s": total}))
+        said = {"tokens": list(tokens.values()), "first_token_s": first, "total_s": total}
+        typer.echo(json.dumps(said | ({"experts": as_plain(experts)} if experts else {})))
         return
-    for number, new in tokens.items():
-        if tokenizer is not None:
-            typer.echo(tokenizer.decode([*job.prompts[number], *new]))
-        else:
-            typer.echo(",".join(map(str, new)))
+    whole = [[*job.prompts[number], *new] for number, new in tokens.items()]
+    lines = decode(model, whole) if usable(model) else [",".join(map(str, new)) for new in tokens.values()]
+    for line in lines:
+        typer.echo(line)
     count = sum(map(len, tokens.values()))
     typer.echo(
         f"{count} tokens under {job.placement.layout} in {total:.2f} s, the first after {first:.2f} s "
         "(loading not counted)",
         err=True,
     )
+    if experts:
+        typer.echo(summary(experts), err=True)
 
 
 @run_app.command("convert")

@@ -7,6 +7,7 @@ after its report is out.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -101,10 +102,19 @@ def described(error: BaseException) -> tuple[type[MeshwrightError] | None, str, 
     line = (str(error).strip().splitlines() or [""])[0][:500]
     if isinstance(error, MeshwrightError):
         return type(error), str(error), traceback.format_exc(), False
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in line and "alloc" in line):
+        line = f"out of memory ({_wanted(line)})"
+        return None, line, traceback.format_exc(), False
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({os.path.basename(frame[0].filename)}:{frame[0].lineno})" if frame else ""
     text = f"{type(error).__name__}: {line}{where}" if line else f"{type(error).__name__}{where}"
     return None, text, traceback.format_exc(), follows(error)
+
+
+def _wanted(line: str) -> str:
+    """Of what an allocator says the number of bytes."""
+    match = re.search(r"allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", line)
+    return f"{int(match[1]):,} bytes were asked for" if match and match[1] else match[0] if match else "MemoryError"
 
 
 def follows(error: BaseException) -> bool:

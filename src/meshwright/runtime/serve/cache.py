@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import InputError
+from meshwright.runtime.memory import check_fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,9 @@ class PagedCache:
 
     Args:
         shapes: of every layer of the stage. blocks, block_size: slots of the pool.
+
+    Raises:
+        InputError: the machine has not so much memory.
     """
 
     def __init__(
@@ -122,6 +126,9 @@ class PagedCache:
         def pool(heads: int, width: int) -> Tensor:
             return torch.zeros((blocks, block_size, heads, width), dtype=dtype, device=device)
 
+        width = sum(shape.heads * (shape.key + shape.value) for shape in shapes.values())
+        needed = blocks * block_size * width * dtype.itemsize
+        check_fits("KV cache", needed, device, "ask for fewer or shorter prompts, or for fewer new tokens")
         self.block_size = block_size
         self.tables = BlockTables(blocks, block_size)
         self.device = device
