@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -191,3 +192,43 @@ def test_a_date_without_a_year_is_never_in_the_future() -> None:
     clock = Clock.of(datetime(2026, 1, 2, tzinfo=UTC).timestamp())
     at = peel("[rank1]:[E1231 23:00:00.0 ProcessGroupNCCL.cpp:1] x", clock).at
     assert at == datetime(2025, 12, 31, 23, tzinfo=UTC).timestamp()
+
+
+def test_two_processes_on_one_line(tmp_path: Path) -> None:
+    lines = [make.watchdog_lines("2.6", r)[0] for r in (3, 4, 5)]
+    incident = read(tmp_path, ["".join(lines)])
+    assert {f.rank for f in of(incident, "watchdog_timeout")} == {3, 4, 5}
+
+
+def test_json_of_a_container(tmp_path: Path) -> None:
+    rows = [
+        json.dumps({"log": line + "\n", "stream": "stderr", "time": "2026-03-04T05:06:07.25Z"})
+        for line in [
+            "step 1",
+            *make.watchdog_lines("2.6", 6),
+            *make.traceback_lines("ValueError: x", [("f", "/w/t.py", 3)], 2),
+        ]
+    ]
+    incident = read(tmp_path, rows)
+    (timeout,), (error,) = of(incident, "watchdog_timeout"), of(incident, "exception")
+    assert (timeout.rank, timeout.at) == (6, datetime(2026, 3, 4, 5, 6, 7, 250_000, tzinfo=UTC).timestamp())
+    assert (error.rank, error.data["call_site"]) == (2, "/w/t.py:3")
+
+
+def test_traceback_behind_vllms_logger(tmp_path: Path) -> None:
+    tag = "(Worker_TP1 pid=77) ERROR 03-04 05:06:07 [multiproc_executor.py:596] "
+    lines = [tag + line for line in make.traceback_lines("ValueError: x", [("f", "/w/t.py", 3)])]
+    other = [line.replace("TP1 pid=77", "TP2 pid=78").replace("t.py", "u.py") for line in lines]
+    found = of(read(tmp_path, make.interleave([lines, other])), "exception")
+    assert {(f.data["pid"], f.data["call_site"]) for f in found} == {(77, "/w/t.py:3"), (78, "/w/u.py:3")}
+
+
+def test_error_that_names_nccls_version_is_an_error(tmp_path: Path) -> None:
+    line = "[rank1]: DistBackendError: NCCL error in: x.cpp:9, remote process exited, NCCL version 2.27.3"
+    (fact,) = of(read(tmp_path, [line]), "exception")
+    assert (fact.rank, fact.data["consequence"]) == (1, True)
+
+
+def test_a_place_in_a_group_is_no_global_rank(tmp_path: Path) -> None:
+    lines = ["[E ProcessGroupNCCL.cpp:915] [Rank 3] NCCL watchdog thread terminated with exception: x, error: y"]
+    assert not [f for f in read(tmp_path, lines).facts if f.rank == 3 and "rank_from" not in f.data]

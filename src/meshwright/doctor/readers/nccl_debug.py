@@ -92,7 +92,7 @@ class NcclDebug:
         level = _LEVEL.search(text)
         head = _HEAD.search(text, 0, level.start()) if level else None
         if level is None or head is None:
-            return "NCCL version " in text and self._version(prefix, text, number)
+            return text.startswith("NCCL version ") and self._version(prefix, text, number)
         prefix.host, prefix.pid = head["host"], int(head["pid"])
         process = f"{head['host']}:{head['pid']}"
         if prefix.rank is None and len(process) < 250:

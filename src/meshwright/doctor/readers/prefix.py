@@ -21,6 +21,7 @@ _RANK = re.compile(r"\[(?:rank|Rank|RANK)(?:: ?| |=)?(\d{1,7})\](:?)")
 _ROLE = re.compile(r"\[(?P<role>[A-Za-z][\w-]{0,30}?)(?P<n>\d{1,5})\]:")
 _MPI = re.compile(r"\[\d+,(\d{1,7})\](?:<std(?:out|err)>)?:")
 _POD = re.compile(r"\[(?:pod/)?([a-z0-9][\w./-]{0,120}/[\w./-]{1,120})\]")
+_SOURCE = re.compile(r"\[[\w./-]{1,120}\.py:\d{1,6}\]")
 _KERNEL = re.compile(r"\[ *\d{1,9}\.\d{6}\]")
 _C10 = re.compile(r"\[(?P<level>[EWIFC])(?P<stamp>\d{3,4} )?")
 _C10_SOURCE = re.compile(r"[ ]?(?:\d+ )?(?P<file>[\w./-]{1,120}\.(?:cpp|cc|cu|h|hpp|py)):(?P<line>\d{1,6})\]")
@@ -90,7 +91,7 @@ def peel(line: str, clock: Clock) -> Prefix:
 
 def _one(line: str, pos: int, found: Prefix, clock: Clock) -> int:
     """Take one tag or stamp off at ``pos``; returns where it ends, ``pos`` where there is none."""
-    if pos >= len(line):
+    if pos >= len(line) or found.c10:
         return pos
     first = line[pos]
     if first == "[":
@@ -141,7 +142,9 @@ def _bracket(line: str, pos: int, found: Prefix, clock: Clock) -> int:
             found.rank = int(match["n"])
         else:
             found.local_rank = int(match["n"])
-    elif match := (_POD.match(line, pos) or _KERNEL.match(line, pos) or _NUMBERED.match(line, pos)):
+    elif match := (
+        _POD.match(line, pos) or _SOURCE.match(line, pos) or _KERNEL.match(line, pos) or _NUMBERED.match(line, pos)
+    ):
         if match.re is not _POD:
             return match.end()
     else:

@@ -6,6 +6,7 @@ Memory is bounded: ``store`` caps facts, ``calls`` caps rows, a line beyond ``MA
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
@@ -59,6 +60,8 @@ _ERROR = re.compile(
     r"(?P<type>(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception|Interrupt)): (?P<message>.*)"
 )
 _TAG = re.compile(r"\[rank\d{1,7}\]:\[[EWIFC]")
+#: Several messages on one line: processes that write into one file break each other's lines.
+_TAGS = re.compile(_TAG.pattern.encode())
 _CONTROL = bytes(set(range(32)) - {7, 8, 9, 10, 12, 13, 27})
 
 
@@ -182,6 +185,8 @@ class _Scan:
 
     def _peel(self, raw: bytes) -> Prefix:
         text = raw[:MAX_LINE].decode("utf-8", "replace").rstrip("\r")
+        if text.startswith("{"):
+            text = _unwrapped(text)
         if "\r" in text:
             text = text.rsplit("\r", 1)[1]
         prefix = peel(text, self._clock)
@@ -195,7 +200,14 @@ class _Scan:
         raw = buffer[start : min(stop, start + MAX_LINE)]
         if b": opCount " in raw and self._calls.call(raw):
             return
-        prefix = self._peel(raw)
+        starts = [m.start() for m in _TAGS.finditer(raw)] if raw.count(b"[rank") > 1 else []
+        if len(starts) < 2:
+            self._one(self._peel(raw), buffer, start)
+            return
+        for place, end in zip([0, *starts[1:]], [*starts[1:], len(raw)], strict=True):
+            self._one(self._peel(raw[place:end]), buffer, start)
+
+    def _one(self, prefix: Prefix, buffer: bytes, start: int) -> None:
         if self._open and self._continues(prefix):
             return
         if (block := opened(prefix, self._number, self._facts)) is not None:
@@ -262,6 +274,20 @@ class _Scan:
         if len(lines) < LINES_BEFORE:
             lines = self._before + lines
         return [peel(raw[:MAX_LINE].decode("utf-8", "replace"), self._clock).rest for raw in lines]
+
+
+def _unwrapped(text: str) -> str:
+    """A line in the JSON of a container's log (``{"log": "...", "time": "..."}``), as stamp and line; else as it is."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    line = next((row[k] for k in ("log", "message", "msg") if isinstance(row.get(k), str)), None)
+    stamp = next((row[k] for k in ("time", "timestamp", "@timestamp", "ts") if isinstance(row.get(k), str)), None)
+    if line is None:
+        return text
+    line = line.rstrip("\n").rsplit("\n", 1)[-1]
+    return f"{stamp} {line}" if stamp else line
 
 
 def _pieces(stream: BinaryIO) -> Iterator[bytes]:
