@@ -8,6 +8,7 @@ import sys
 import typer
 
 from meshwright.cli.check import check
+from meshwright.cli.doctor import doctor
 from meshwright.cli.plan import plan_app
 from meshwright.cli.prove import prove
 from meshwright.cli.run import run_app
@@ -26,6 +27,7 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(run_app, name="run")
 app.command("check")(check)
 app.command("prove")(prove)
+app.command("doctor")(doctor)
 
 
 def _version(show: bool) -> None:

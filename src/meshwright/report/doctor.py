@@ -1,0 +1,89 @@
+"""What the doctor found, in the terminal and as JSON: the verdict, one table, then what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Group
+from rich.markup import escape
+
+from meshwright.doctor.findings import Finding, ranks_text
+from meshwright.doctor.incident import Incident
+from meshwright.report.terminal import table
+
+#: Lines of evidence, of lacks and of advice that are shown without ``--json``.
+MAX_LINES = 8
+
+
+def clock(at: float | None) -> str:
+    """Time of day of Unix seconds, UTC."""
+    return "" if at is None else datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S")
+
+
+def verdict(findings: Sequence[Finding]) -> list[str]:
+    """The first lines: who and where, who waits since when, how sure."""
+    first = findings[0]
+    lines = [first.headline if first.headline.endswith(".") else f"{first.headline}."]
+    waiting = len(first.waiting_ranks)
+    if waiting:
+        since = f", the first since {clock(first.since)}" if first.since is not None else ""
+        verb = "waits" if waiting == 1 else "wait"
+        whom = "it" if len(first.guilty_ranks) == 1 else "them" if first.guilty_ranks else "this"
+        lines.append(f"{waiting} rank{'s' * (waiting > 1)} {verb} for {whom}{since}. Confidence {first.confidence}.")
+    else:
+        lines.append(f"Confidence {first.confidence}.")
+    if first.alternative:
+        lines.append(f"Or: {first.alternative}")
+    lines += [f"Not the cause: {line}" for line in first.consequences[:MAX_LINES]]
+    return lines
+
+
+def as_text(findings: Sequence[Finding], incident: Incident | None = None) -> Group:
+    """Everything for a terminal."""
+    made = table("kind", "guilty", "waiting", "where", "since (UTC)", "confidence", title="Findings, the cause first")
+    for column in made.columns[1:]:
+        column.justify = "left"
+    for f in findings:
+        waiting = ranks_text(f.waiting_ranks) if len(f.waiting_ranks) < 9 else f"{len(f.waiting_ranks)} ranks"
+        cells = (f.kind, ranks_text(f.guilty_ranks, 4), waiting, f.call_site or "-", clock(f.since) or "-")
+        made.add_row(*map(escape, cells), f.confidence)
+    parts: list[Any] = [escape(line) for line in verdict(findings)]
+    parts += ["", made]
+    for number, f in enumerate(findings, 1):
+        mark = f" of {number}, {f.kind}" if len(findings) > 1 else ""
+        sections = (
+            (f"Evidence{mark}", f.evidence),
+            (f"Not known{mark}", f.unknown),
+            (f"What to do{mark}", f.advice),
+        )
+        for title, lines in sections:
+            if lines and (number == 1 or title.startswith("Evidence")):
+                parts += ["", f"[bold]{escape(title)}[/bold]", *(f"  {escape(line)}" for line in lines[:MAX_LINES])]
+                if len(lines) > MAX_LINES:
+                    parts.append(f"  ... {len(lines) - MAX_LINES} more in --json")
+    if incident is not None:
+        parts += ["", escape(read_line(incident))]
+    return Group(*parts)
+
+
+def read_line(incident: Incident) -> str:
+    """What was read, in a line."""
+    calls = sum(map(len, incident.traces.values()))
+    world = f" of {incident.world}" if incident.world else ""
+    return f"Read: calls of {len(incident.traces)}{world} ranks ({calls:,}), {len(incident.facts):,} lines of logs"
+
+
+def as_json(findings: Sequence[Finding], incident: Incident) -> dict[str, Any]:
+    """Everything, for programs: ``findings`` with the earliest cause first."""
+    return {
+        "verdict": findings[0].headline,
+        "healthy": findings[0].kind == "healthy",
+        "findings": [f.to_json() for f in findings],
+        "lacks": list(incident.lacks),
+        "world": incident.world,
+        "ranks_read": sorted(incident.traces),
+        "calls_read": sum(map(len, incident.traces.values())),
+        "facts_read": len(incident.facts) + incident.dropped_facts,
+    }
