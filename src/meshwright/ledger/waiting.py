@@ -122,6 +122,10 @@ class Matcher:
         """Let a thread of a rank go on although its operation is not matched yet."""
         self._waits[rank][thread] = _Wait([])
 
+    def thread_ended(self, rank: int, thread: int) -> None:
+        """A thread of a rank is gone; it frees nobody any more."""
+        self._waits[rank].pop(thread, None)
+
     def exited(self, rank: int, how: How, why: str = "") -> None:
         """A rank is gone."""
         self._left[rank] = (how, why)

@@ -152,6 +152,8 @@ class Coordinator:
             self._hold(rank, message["thread"], _Held(message["number"], tickets, False, False))
         elif say == "step":
             rank.steps = message["steps"]
+        elif say == "thread_end":
+            self.matcher.thread_ended(rank.number, message["thread"])
         elif say == "exit":
             self._leave(rank, message)
 

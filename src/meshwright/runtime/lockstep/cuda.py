@@ -170,6 +170,8 @@ def install(local_rank: int, local_world: int) -> None:
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(cuda.nvtx, name, _says(0))
     cuda.nvtx.range = _within
+    cuda.nccl.version = _says((2, 27, 7))
+    torch.version.cuda = "13.0"
     cuda.memory._record_memory_history = _says(None)
     cuda.memory._dump_snapshot = _says(None)
     for kind in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"):

@@ -60,6 +60,12 @@ def _shapes(value: Any) -> Shapes:
     return tuple(tuple(t.shape) for t in _flat(value))
 
 
+def in_background() -> bool:
+    """Whether the script runs this in a thread that it started (a checkpoint that is written meanwhile)."""
+    thread = threading.current_thread()
+    return thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
+
+
 class _Inside(threading.local):
     """Whether this thread is inside an emulation."""
 
@@ -85,6 +91,8 @@ class Hook:
         self._library = torch.library.Library("c10d", "IMPL")
         self._wait = dist.Work.wait
         self._inside = _Inside()
+        self._background: dict[str, Any] = {}
+        self.make_group: Callable[[Any], Any] = lambda pg: pg
 
     def install(self) -> None:
         """Put a kernel before every c10d op, and watch waits."""
@@ -141,12 +149,22 @@ class Hook:
             boxed = self._emulate(emulated, arguments) if emulated is not None else None
             if boxed is not None:
                 return (arguments[returned], boxed) if returned else boxed
-            out = op.redispatch(cpu, *as_bytes(list(args)), **kwargs)
+            out = op.redispatch(cpu, *as_bytes(list(self._own_group(args, names))), **kwargs)
             if free or answer.get("unmatched"):
                 self._keep(number, out[-1] if isinstance(out, tuple) else out)
             return out
 
         return kernel
+
+    def _own_group(self, args: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
+        """Arguments for a thread of the script's own: gloo pairs by order, so that it needs a group of its own."""
+        if not in_background():
+            return args
+        at = names.index("process_group")
+        pg = dist.ProcessGroup.unbox(args[at])
+        if pg.group_name not in self._background:
+            self._background[pg.group_name] = self.make_group(pg)
+        return (*args[:at], self._background[pg.group_name].boxed(), *args[at + 1 :])
 
     def _emulate(self, emulated: Callable[[c10d.Arguments], Any], arguments: c10d.Arguments) -> Any:
         """Do with gloo's own ops what it lacks; those are no operations of the script and not posted."""
@@ -173,6 +191,8 @@ class Hook:
             self.group_made(pg.group_name, dist.get_process_group_ranks(pg))
             known = self.keys[pg.group_name]
         key, members = known
+        if in_background():
+            key += " in a thread"
         into, out_of = _TENSORS.get(name, (None, None))
         entering = arguments.get(into) if into else None
         filled = arguments.get(out_of) if out_of else None

@@ -27,7 +27,8 @@ class Link:
         self._turn = threading.Condition()
         self._reading = False
         self._answers: dict[int, dict[str, Any]] = {}
-        self._threads: dict[int, int] = {}
+        self._threads = count()
+        self._local = threading.local()
 
     def post(self, call: Call, *, hold: bool, **more: Any) -> tuple[int, dict[str, Any]]:
         """Post an operation; with ``hold`` wait until its peers have posted theirs. Its number, and the answer."""
@@ -46,7 +47,11 @@ class Link:
         self._say(**what)
 
     def _thread(self) -> int:
-        return self._threads.setdefault(threading.get_ident(), len(self._threads))
+        """Number of the calling thread; its end is told when its locals go."""
+        if not hasattr(self._local, "end"):
+            self._local.end = _End(self, next(self._threads))
+        number: int = self._local.end.number
+        return number
 
     def _say(self, **message: Any) -> None:
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
@@ -73,6 +78,17 @@ class Link:
                 self._answers[answer["go"]] = answer
                 self._reading = False
                 self._turn.notify_all()
+
+
+class _End:
+    """Lives as long as its thread."""
+
+    def __init__(self, link: Link, number: int) -> None:
+        self.number = number
+        self._link = link
+
+    def __del__(self) -> None:
+        self._link.tell(say="thread_end", thread=self.number)
 
 
 def as_call(values: list[Any]) -> Call:

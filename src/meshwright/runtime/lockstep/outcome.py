@@ -280,10 +280,12 @@ def _short(text: str, limit: int = 160) -> str:
 def _silent(answer: Mapping[str, Any], world: int, timeout_s: float, common: Mapping[str, Any]) -> Outcome:
     """Ranks that others wait for, and that said nothing for long: stuck or at work, which nobody can tell."""
     where = {int(r): place for r, place in answer["stacks"].items()}
-    ranks, single = sorted(where), len(where) == 1
+    ranks = sorted(where)
+    are, they = ("is", "it works") if len(ranks) == 1 else ("are", "they work")
+    place = _at(where.values()) or " in code without a line"
     text = (
-        f"cannot judge: after {timeout_s:g} s the others wait for {ranks_text(ranks)}, which {'is' if single else 'are'}"
-        f"{_at(where.values()) or ' in code without a line'}; raise --timeout if {'it works' if single else 'they work'}"
+        f"cannot judge: after {timeout_s:g} s the others wait for {ranks_text(ranks)}, which {are}{place}; "
+        f"raise --timeout if {they}"
     )
     rows = tuple(Row(r, "runs", "", "", where[r]) for r in ranks)
     return Outcome(2, "no_progress", text, world, tuple(ranks), rows, **common)

@@ -1,13 +1,15 @@
 """What makes a script that was written for CUDA and NCCL run on CPU and gloo without a change.
 
-Device arguments are rewritten by a TorchFunctionMode; constructors that look at devices themselves are patched. What
-stays different: ``tensor.is_cuda`` is False, ``tensor.device`` is the CPU, autocast to float16 becomes bfloat16.
+Device arguments are rewritten by a TorchFunctionMode; constructors that look at devices themselves are patched. The
+user's own code sees every tensor on its CUDA device, libraries see it on the CPU. What stays different: autocast to
+float16 becomes bfloat16, batches are made in the rank itself, torch.compile does nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.runtime.lockstep import cuda
+from meshwright.runtime.callsite import is_users
+from meshwright.runtime.lockstep import cuda, layers
 
 _CPU = torch.device("cpu")
 
@@ -40,27 +43,44 @@ def _first_mapped(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (on_cpu(args[0]), *args[1:]) if args else args
 
 
+def _names_host(device: Any) -> bool:
+    """Whether the script asks for main memory: there it gets a copy, as it would from a GPU."""
+    return isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
+
+
 class ToCpu(TorchFunctionMode):
     """Rewrites device arguments of every function of torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call ``func`` with its devices on the CPU."""
         kwargs = kwargs or {}
+        to_host = func is Tensor.cpu or (
+            func is Tensor.to and _names_host(kwargs.get("device", args[1] if len(args) > 1 else None))
+        )
         if "device" in kwargs:
             kwargs = {**kwargs, "device": on_cpu(kwargs["device"])}
         if func in _SAME:
             return args[0]
+        if func in _WHERE and is_users(sys._getframe(1).f_code.co_filename):
+            return True if func is _IS_CUDA else torch.device("cuda", torch.cuda.current_device())
         if func is Tensor.record_stream:
             return None
+        if to_host:
+            out = func(*args, **kwargs)
+            return out.clone() if out is args[0] else out
         if func is Tensor.to and len(args) > 1:
             args = (args[0], *_first_mapped(args[1:]))
-        elif func is Tensor.type and len(args) > 1 and isinstance(args[1], str):
+        if func is Tensor.type and len(args) > 1 and isinstance(args[1], str):
             args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
         return func(*args, **kwargs)
 
 
 #: Methods that give a tensor on the device, or in memory that is pinned for it.
 _SAME = frozenset({Tensor.cuda, Tensor.pin_memory})
+
+_IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+#: What a tensor says of its device.
+_WHERE = frozenset({_IS_CUDA, Tensor.device.__get__})  # type: ignore[attr-defined]
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -132,7 +152,7 @@ def install(local_rank: int, local_world: int) -> ToCpu:
     _wrap(torch, "compile", lambda original: _compile)
     _accelerator(local_world)
     _generator()
-    _fsdp1()
+    layers.install()
     return ToCpu()
 
 
@@ -205,11 +225,3 @@ def _generator() -> None:
             return original(device=on_cpu(device))
 
     torch.Generator = _Kind("Generator", (), {})  # type: ignore[misc,assignment]
-
-
-def _fsdp1() -> None:
-    """FSDP1 takes the device from ``device_id``."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    make = _dropping(device_id=_CPU)
-    _wrap(FullyShardedDataParallel, "__init__", make)
