@@ -6,7 +6,9 @@ The same formulas as ``plan.serving_time`` (a test holds them equal); constants 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +21,7 @@ PROMPTS = 10.0
 #: Tokens of one step that prompts may fill.
 BUDGET = 8192.0
 Constants = Mapping[str, float]
+TIMING = Path(__file__).resolve().parent.parent / "src" / "meshwright" / "plan" / "constants" / "timing.json"
 
 
 def _by(names: tuple[str, ...], c: Constants, form: str) -> Array:
@@ -111,22 +114,10 @@ def residuals(c: Constants, counts: Counts) -> tuple[Array, Array]:
     )
 
 
-#: Constant -> (prior value, log spread of the prior). A spread of 0: not fitted.
+#: Constant -> (prior value, log spread of the prior). A spread of 0: not fitted. The reasons stand in the file.
 PRIORS: dict[str, tuple[float, float]] = {
-    "sharpness": (4.0, 0.3), "ramp": (285.0, 0.5), "unpacked": (0.9, 0.15), "passes": (0.5, 0.5), "imbalance": (0.6, 0.5), "skew": (0.7, 0.5), "eager_decode.trtllm": (60e-6, 0.2), "eager_decode.vllm": (35e-6, 0.2), "eager_decode.sglang": (45e-6, 0.2), "queue": (1.0, 0.5), "dp_wait": (60.0, 0.3), "quantizing": (0.7, 0.4), "expert_launches.hopper": (1.0, 0.4), "expert_launches.blackwell": (0.8, 0.4),
-    "cluster": (0.8, 0.3),
-    "memory.fp4": (0.64, 0.3), "compute.fp4": (0.8, 0.2), "compute.fp8": (0.9, 0.15),
-    "memory.hopper.dense": (0.8, 0.1), "memory.hopper.experts": (0.8, 0.15), "memory.hopper.attention": (0.75, 0.15), "memory.hopper.light": (0.8, 0.0),
-    "memory.blackwell.dense": (0.8, 0.1), "memory.blackwell.experts": (0.8, 0.15), "memory.blackwell.attention": (0.75, 0.15), "memory.blackwell.light": (0.8, 0.0),
-    "compute.hopper.dense": (0.68, 0.15), "compute.hopper.experts": (0.3, 0.3), "compute.hopper.attention": (0.5, 0.2), "compute.hopper.light": (0.5, 0.0),
-    "compute.blackwell.dense": (0.5, 0.2), "compute.blackwell.experts": (0.2, 0.3), "compute.blackwell.attention": (0.4, 0.2), "compute.blackwell.light": (0.5, 0.0),
-    "small.hopper": (0.6, 0.3), "small.blackwell": (0.5, 0.3),
-    "launch.trtllm": (3.4e-6, 0.2), "launch.vllm": (4.3e-6, 0.2), "launch.sglang": (4.5e-6, 0.2),
-    "eager.trtllm": (70e-6, 0.5), "eager.vllm": (35e-6, 0.5), "eager.sglang": (60e-6, 0.5),
-    "request.trtllm": (0.03, 0.5), "request.vllm": (0.03, 0.5), "request.sglang": (0.05, 0.5),
-    "sequence.trtllm": (12e-6, 0.4), "sequence.vllm": (18e-6, 0.4), "sequence.sglang": (14e-6, 0.4),
-    "step": (3e-4, 0.7), "accepted": (1.7, 0.2), "transfer.trtllm": (0.04, 0.5), "transfer.vllm": (0.04, 0.5), "transfer.sglang": (0.1, 0.5), "transfer_gb_s": (33.0, 0.4),
-}  # fmt: skip
+    name: (entry["prior"], entry["spread"]) for name, entry in json.loads(TIMING.read_text())["constants"].items()
+}
 
 
 def loss(c: Constants, counts: Counts, weights: Array, strength: float = 1.0) -> float:

@@ -119,7 +119,7 @@ def collect(runs: Sequence[Run]) -> Counts:
     for run in runs:
         isl, osl = lengths(run)
         pool = run.decode
-        placement, cluster = place_pool(run.model, run.precision, run.engine, _key(pool)), cluster_for(run, pool)
+        placement, cluster = place_pool(run.model, run.precision, run.engine, worker(pool)), cluster_for(run, pool)
         replicas = pool.dp * pool.workers
         asked = max(1, -(-run.users // replicas))
         cap = max(1, capacity(placement, cluster, isl, osl, known) // pool.dp)
@@ -130,7 +130,7 @@ def collect(runs: Sequence[Run]) -> Counts:
         small = max(1, batch // 4)
         at["low"].append(_count(flat, placement, cluster, Batch("decode", small, new, past), None))
         before = run.prefill or pool
-        source, sender = place_pool(run.model, run.precision, run.engine, _key(before)), cluster_for(run, before)
+        source, sender = place_pool(run.model, run.precision, run.engine, worker(before)), cluster_for(run, before)
         prompt = Batch("prefill", 1, isl)
         at["pre"].append(_count(flat, source, sender, None, prompt))
         at["mix"].append(
@@ -172,6 +172,6 @@ def subset(counts: Counts, chosen: Sequence[int]) -> Counts:
     )  # fmt: skip
 
 
-def _key(pool: Pool) -> Pool:
+def worker(pool: Pool) -> Pool:
     """The pool without what does not change its placement, so that placements are shared."""
     return Pool(pool.tp, pool.pp, pool.dp, pool.moe_tp, pool.moe_ep)

@@ -7,7 +7,7 @@ of B, ``round`` a step that has prompts in it and ``lost`` what of it decoding w
     TPOT = dec + (rounds that others' prompts take during my output) x (round - lost) / O
     TTFT = my round (waiting for those before me) + half a step + request handling + waiting for a free place
 
-Prompts arrive one by one where lengths vary. Where all requests have one length, those admitted together end together:
+Prompts arrive one by one where lengths vary (B / O of them a step where that is more). Where all requests have one length, those admitted together end together:
 an engine that mixes prompts into decode steps keeps such clusters apart, one that prefills alone (SGLang) ends up with
 all users in lockstep. The start of a benchmark is a burst as well: all C prompts at once. Every formula takes numbers
 or arrays (``larger`` and ``smaller`` are max and min, or numpy's maximum and minimum).
@@ -88,7 +88,7 @@ class Times(NamedTuple):
 def closed_loop(s: Steps, load: Load, host: Host, larger: Pick = max, smaller: Pick = min) -> Times:
     """Mean TTFT and TPOT of one replica; see the head of the module."""
     packed = larger(1.0, smaller(load.budget // load.isl, load.running))
-    group = packed**load.cluster
+    group = larger(packed**load.cluster, smaller(load.running / load.osl, packed))  # at least those of one step
     base = load.alone * (s.prompt - s.each) + (1 - load.alone) * s.dec
     one = larger(base + group * s.each, s.floor)
     full = larger(base + packed * s.each, s.floor)

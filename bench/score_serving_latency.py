@@ -1,0 +1,174 @@
+"""Score TTFT and TPOT of measured serving runs, and TensorRT-LLM's offline throughput, against the predictions.
+
+Rows: ``serving_latency.csv`` cleaned by ``serving_rows`` and ``ground_truth.csv``. The path scored is the one that
+``plan serve`` takes (``plan.serving_time``). Peer: ``peer_aiconfigurator_0.12.csv`` on the same ids.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bench.scoring import ScoreRow
+from bench.serving_rows import Pool, Run, family, read_runs
+from bench.serving_specs import cluster_for, cluster_of, place_pool
+from bench.serving_work import capacity, lengths, worker
+from meshwright.errors import MeshwrightError
+from meshwright.plan.serving_time import ServingTime, serving_time
+from meshwright.plan.serving_time_pools import Pool as Side
+from meshwright.plan.serving_time_pools import pool_time
+from meshwright.plan.serving_time_steps import Conditions
+from meshwright.plan.timing.compute import constants
+from meshwright.specs.profile import ServeSettings
+from meshwright.specs.workload import Serve
+
+FILE = "serving_latency.csv"
+PEER = "peer_aiconfigurator_0.12.csv"
+
+
+def conditions_of(run: Run) -> Conditions:
+    """What the run's launch script and benchmark set."""
+    polled = (10.0 if run.users < 16 else 30.0) if run.polled else 1.0
+    return Conditions(
+        equal_lengths=not run.uniform,
+        poll_steps=polled,
+        dp_wait_steps=constants()["dp_wait"] if run.dp_waits else 0.0,
+    )
+
+
+def predicted(run: Run, known: dict[object, int]) -> ServingTime:
+    """Prediction for one run.
+
+    Raises:
+        MeshwrightError: the model is not known, or no engine can be asked for these degrees.
+    """
+    isl, osl = lengths(run)
+    settings = ServeSettings(speculative=run.speculative, speculative_tokens=2, enforce_eager=run.eager)
+    pool = run.decode
+    placement, cluster = place_pool(run.model, run.precision, run.engine, worker(pool)), cluster_for(run, pool)
+    users = max(1, -(-run.users // pool.workers))
+    if run.prefill is not None:
+        before = run.prefill
+        source = place_pool(run.model, run.precision, run.engine, worker(before))
+        sides = Side(source, cluster_for(run, before), before.workers), Side(placement, cluster, pool.workers)
+        return pool_time(*sides, Serve(isl=isl, osl=osl, concurrency=run.users), settings)
+    held = capacity(placement, cluster, isl, osl, known)
+    work = Serve(isl=isl, osl=osl, concurrency=users)
+    return serving_time(placement, cluster, work, held, settings, conditions_of(run))
+
+
+def label(run: Run) -> str:
+    """Undeclared condition of a run; empty for a plain one."""
+    return "speculative" if run.speculative else "eager" if run.eager else "cold start" if run.cold else ""
+
+
+def name_of(run: Run) -> str:
+    """Enough to find a run again."""
+    tail = f" {label(run)}" if label(run) else ""
+    return f"{run.id} C={run.users} {run.isl}+{run.osl}{tail}"
+
+
+def rows(truth: Path) -> list[ScoreRow]:
+    """TTFT and TPOT of every usable run of the folder.
+
+    Raises:
+        FileNotFoundError: the folder has no ``serving_latency.csv``.
+    """
+    runs, _ = read_runs(truth / FILE)
+    known: dict[object, int] = {}
+    found: list[ScoreRow] = []
+    for run in runs:
+        try:
+            time, reason = predicted(run, known), label(run)
+        except MeshwrightError as error:
+            time, reason = None, str(error)[:100]
+        for metric, measured in (("TTFT", run.ttft_s), ("TPOT", run.tpot_s)):
+            value = None if time is None else (time.ttft if metric == "TTFT" else time.tpot).value
+            source = f"serving {run.mode}: {metric}"
+            found.append(ScoreRow(source, run.family, name_of(run), metric, value, measured, "s", reason))
+    return found
+
+
+# -- TensorRT-LLM's offline throughput ------------------------------------------------------------------------------
+
+THROUGHPUT = "TensorRT-LLM perf-overview"
+GPUS = {
+    "H100": "h100_sxm",
+    "H200": "h200_sxm",
+    "B200": "b200_sxm",
+    "GB200": "gb200",
+    "RTX6000Pro": "rtx_pro_6000_server",
+}
+#: Largest batch of trtllm-bench (``--max_batch_size`` of its heuristics).
+MAX_BATCH = 2048
+ALIASES = {"Llama-4-Scout": "Llama-4-Scout-17B-16E-Instruct", "Llama-4-Maverick": "Llama-4-Maverick-17B-128E-Instruct",
+           "DeepSeek-R1-0528": "DeepSeek-R1", "GPT-OSS-120B": "gpt-oss-120b", "GPT-OSS-20B": "gpt-oss-20b"}  # fmt: skip
+
+
+def throughput_rows(truth: Path) -> list[ScoreRow]:
+    """Output tokens a second of ``trtllm-bench`` with unlimited requests.
+
+    Raises:
+        FileNotFoundError: the folder has no ``ground_truth.csv``.
+    """
+    known: dict[object, int] = {}
+    found = []
+    with (truth / "ground_truth.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["source"] == THROUGHPUT:
+                found.append(_throughput(row, known))
+    return found
+
+
+def _throughput(row: Mapping[str, str], known: dict[object, int]) -> ScoreRow:
+    degrees = {axis: int(row.get(axis) or 1) for axis in ("tp", "pp", "dp", "ep")}
+    measured = float(row["value"]) * (int(row["n_gpus"]) if row["unit"].endswith("GPU") else 1)
+    name = f"{row['model']} {row['gpu']}x{row['n_gpus']} {row['isl']}+{row['osl']} tp={row['tp']} pp={row['pp']}"
+    model = ALIASES.get(row["model"], row["model"])
+    value, reason = None, ""
+    try:
+        pool = Pool(degrees["tp"], degrees["pp"], degrees["dp"], 1, degrees["ep"])
+        placement = place_pool(model, row["dtype"], "trtllm", worker(pool))
+        cluster = cluster_of(GPUS[row["gpu"]], pool.devices)
+        isl, osl = int(row["isl"]), int(row["osl"])
+        held = min(capacity(placement, cluster, isl, osl, known), MAX_BATCH * pool.dp)
+        if held < 1:
+            reason = "the caches hold no request of this length"
+        else:
+            work = Serve(isl=isl, osl=osl, concurrency=held)
+            time = serving_time(placement, cluster, work, held, ServeSettings(), Conditions(prompts_per_user=1000))
+            value = time.tokens_per_s.value
+    except MeshwrightError as error:
+        reason = str(error)[:100]
+    return ScoreRow(
+        "serving throughput: TensorRT-LLM", family(model), name, "tokens/s", value, measured, "tokens/s", reason
+    )
+
+
+# -- the peer ---------------------------------------------------------------------------------------------------------
+
+
+def peer_rows(truth: Path, ours: Sequence[ScoreRow]) -> list[ScoreRow]:
+    """The peer's answers, and ours, on the ids that it was asked; its unanswered ids stay unanswered.
+
+    Raises:
+        FileNotFoundError: the folder has no file of the peer.
+    """
+    with (truth / PEER).open(newline="") as file:
+        asked = {row["id"]: row for row in csv.DictReader(file)}
+    found = []
+    for row in ours:
+        identity = row.name.partition(" ")[0]
+        if identity not in asked:
+            continue
+        text = asked[identity][f"predicted_{row.metric.lower()}_ms"]
+        value = float(text) / 1e3 if text else None
+        kind = row.source.partition(":")[0]
+        shared = f"{kind}, ids the peer was asked: {row.metric}"
+        found.append(replace(row, source=f"{shared}: aiconfigurator 0.12", predicted=value))
+        found.append(
+            replace(row, source=f"{shared}: ours on the answered ones", predicted=row.predicted if text else None)
+        )
+    return found
