@@ -38,6 +38,7 @@ def prove(
     mutate: str | None = typer.Option(
         None, "--mutate", help="Plant a mistake; the proof must fail. 'list' shows them."
     ),
+    ranks: str | None = typer.Option(None, "--ranks", help="With --dry: ranks to run, 0,5,517; default: every kind."),
     timing: bool = typer.Option(True, "--time/--no-time", help="Also measure the steps of what is proven."),
     out: Path | None = _OUT,
     timeout: str = typer.Option("300s", "--timeout", help="Bound on each run."),
@@ -61,7 +62,10 @@ def prove(
             raise InputError("--prompt-ids with --dry: a dry-run has no numbers, so ids do not matter; give --tokens")
         if chunk is not None:
             raise InputError("--chunk with --dry: a dry-run takes prompts in at once; leave it out")
-        _dry(str(model), layout, tokens, new_tokens, micro_batches, mutate, out, limit_s, as_json)
+        which = _ranks(ranks) if ranks is not None else None
+        _dry(str(model), layout, tokens, new_tokens, micro_batches, which, mutate, out, limit_s, as_json)
+    if ranks is not None:
+        raise InputError("--ranks without --dry: a proof runs every rank")
     from meshwright.prove import proof as proofs
 
     prompts = [_ids(text) for text in prompt_ids] or None
@@ -94,6 +98,7 @@ def _dry(
     tokens: int,
     new_tokens: int | None,
     micro_batches: int | None,
+    ranks: list[int] | None,
     mutate: str | None,
     out: Path | None,
     limit_s: float,
@@ -109,6 +114,7 @@ def _dry(
         tokens=tokens,
         new_tokens=new_tokens or dry.NEW_TOKENS,
         micro_batches=micro_batches,
+        ranks=ranks,
         mutate=mutate,
         timeout_s=limit_s,
         say=_say,
@@ -120,6 +126,13 @@ def _dry(
     else:
         _show(proof, proof.note)
     raise typer.Exit(0 if proof.proven else 1)
+
+
+def _ranks(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    if not words or not all(w.isascii() and w.isdecimal() and len(w) < 10 for w in words):
+        raise InputError(f"--ranks {text[:30]!r}: global ranks are needed, as 0,5,517")
+    return [int(w) for w in words]
 
 
 def _say(text: str) -> None:
@@ -138,6 +151,7 @@ def _show(proof: Proof, note: str | None = None) -> None:
     from rich.markup import escape
 
     from meshwright.report.terminal import console, table
+    from meshwright.runtime.loads import summary
 
     out = console()
     out.print(escape(proof.verdict), style="bold green" if proof.proven else "bold red", soft_wrap=True)
@@ -152,5 +166,7 @@ def _show(proof: Proof, note: str | None = None) -> None:
     if proof.timing is not None:
         line = proof.timing if isinstance(proof.timing, str) else proof.timing.line
         out.print(escape(line), soft_wrap=True)
+    if proof.experts:
+        out.print(escape(summary(proof.experts)), soft_wrap=True)
     took = ", ".join(f"{part} {value:.1f} s" for part, value in proof.seconds.items())
     out.print(escape(f"took: {took}"))

@@ -1,10 +1,10 @@
-"""A proof without weights: the same model code, run for every rank class of a layout of any size, sends and multiplies
-what was predicted.
+"""A proof without weights: the same model code, run for every kind of rank of a layout of any size, sends and
+multiplies what was predicted.
 
 ::
 
     rules ──> prediction (a process without torch) ──────────────┐
-              one process a rank class, tensors without data ────┴──> verdict
+              one process a kind of rank, tensors without data ────┴──> verdict
 
 Both ledgers are compared entry by entry as in ``prove.proof``. Numbers are not: there are none.
 """
@@ -12,7 +12,7 @@ Both ledgers are compared entry by entry as in ``prove.proof``. Numbers are not:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from meshwright.ledger.compare import compare, merged
 from meshwright.prove import proof as proofs
 from meshwright.prove.predict import ENGINE, Request, converted, predict_apart
 from meshwright.prove.proof import Check, Proof, bytes_check, ledger_checks, timed
+from meshwright.prove.routing import meet
 from meshwright.runtime.dryrun import MAX_WORLD, MODULES, DryJob, DryRank, run_dry
 from meshwright.runtime.launch.local import RankError, run_local, start_server
 from meshwright.runtime.models.settings import Settings, check_runnable, read_settings
@@ -48,11 +49,12 @@ class DryProof(Proof):
     """The verdict on one layout, from its dry-run.
 
     Attributes:
-        classes: rank classes, each of which was run.
+        classes: rank classes, each of which was run. ran: ranks that were run.
         peak_bytes: most memory that the process of a coordinate had.
     """
 
     classes: int = 0
+    ran: tuple[int, ...] = ()
     peak_bytes: int = 0
 
     @property
@@ -67,9 +69,10 @@ class DryProof(Proof):
         """One line."""
         said = "equals" if self.proven else "does NOT equal"
         entries = self.comparison.entries + self.comparison.products if self.comparison else 0
+        kinds, ran = f"{self.classes} rank class{'es' * (self.classes > 1)}", len(self.ran)
         return (
-            f"dry-run {said} prediction: {self.model} under {self.layout}, {self.world:,} ranks, {self.classes} rank "
-            f"class{'es' * (self.classes > 1)}, {entries:,} entries; {self.scope}"
+            f"dry-run {said} prediction: {self.model} under {self.layout}, {self.world:,} ranks, {kinds}, {ran} "
+            f"rank{'s' * (ran > 1)} run, {entries:,} entries; {self.scope}"
         )
 
 
@@ -81,6 +84,7 @@ def dry_run(
     new_tokens: int = NEW_TOKENS,
     micro_batches: int | None = None,
     block_size: int = 16,
+    ranks: Sequence[int] | None = None,
     mutate: str | None = None,
     timeout_s: float = 600.0,
     workers: int = WORKERS,
@@ -95,6 +99,7 @@ def dry_run(
         micro_batches: groups of ``SEQUENCES`` prompts in flight on a replica; None: ``MICRO_BATCHES`` with stages,
             else one.
         block_size: tokens of a cache block.
+        ranks: to run; None: as few as do everything that any does (``distinct``).
         mutate: name of a planted mistake. Those that change only numbers are not seen.
         timeout_s: bound on the prediction, and on every coordinate.
         workers: coordinates at once.
@@ -114,27 +119,25 @@ def dry_run(
     prompts = wanted.dp * groups * SEQUENCES
     scope = f"{prompts:,} prompts of {tokens} tokens and {new_tokens} new, {DTYPE}, no numbers"
     proof = DryProof(spec.name, wanted, wanted.world, scope, mutate, classes=len(placement.classes))
-    request = Request(name, str(wanted), prompts, tokens, new_tokens, DTYPE, block_size, groups, every_rank=False)
+    proof.ran = distinct(placement) if ranks is None else _checked(ranks, wanted)
+    request = Request(name, str(wanted), prompts, tokens, new_tokens, DTYPE, block_size, groups, ranks=proof.ran)
     with tempfile.TemporaryDirectory(prefix="meshwright-dry-") as scratch:
         start_server(MODULES)
         say("predicting, in a process that cannot import torch")
         with timed(proof, "prediction"):
             proof.predicted = predict_apart(request, Path(scratch) / "predicted.jsonl", timeout_s)
-    say(
-        f"{proof.classes} of {wanted.world:,} ranks, one a rank class"
-        + (f", with a mistake: {mistake.says}" if mistake else "")
-    )
+    say(f"{len(proof.ran)} of {wanted.world:,} ranks" + (f", with a mistake: {mistake.says}" if mistake else ""))
     job = DryJob(placement, 0, settings, prompts, tokens, new_tokens, DTYPE, block_size, groups, mutate)
     try:
         with timed(proof, "dry-run"):
-            ranks = run_classes(job, timeout_s, workers)
+            found = run_ranks(job, proof.ran, timeout_s, workers)
     except RankError as error:
-        proof.checks.append(Check("run", f"{proof.classes} ranks", 1, "no result", str(error)))
+        proof.checks.append(Check("run", f"{len(proof.ran)} ranks", 1, "no result", str(error)))
         return proof
-    proof.peak_bytes = max(rank.peak_bytes for rank in ranks)
+    proof.peak_bytes = max(rank.peak_bytes for rank in found)
     say("comparing")
     with timed(proof, "comparison"):
-        proof.recorded = merged(rank.ledger for rank in ranks)
+        proof.recorded = merged(rank.ledger for rank in found)
         proof.comparison = compare(proof.predicted, proof.recorded)
         proof.checks += ledger_checks(proof.comparison)
         proof.checks += [bytes_check(proof.predicted, proof.recorded, term) for term in proofs.TERMS]
@@ -169,8 +172,30 @@ def legal(spec: ModelSpec, layout: Layout) -> Placement:
     return placement
 
 
-def run_classes(job: DryJob, timeout_s: float, workers: int) -> list[DryRank]:
-    """The first rank of every class, each in a process of its own, ``workers`` at a time.
+def distinct(placement: Placement) -> tuple[int, ...]:
+    """Ranks that together do what any rank of the world does.
+
+    The first of every rank class; where tokens travel to experts also the last of its group, which other rows reach;
+    with a ring of context parallelism every place on it, because neighbours differ.
+    """
+    layout, out = placement.layout, set[int]()
+    for c in placement.classes:
+        ring = placement.group("cp", c.coordinate) if layout.cp > 1 and layout.cp_kind != "ulysses" else (c.first_rank,)
+        out |= {c.first_rank, *ring}
+        if meet(placement):
+            out.add(placement.group("ep", c.coordinate)[-1])
+    return tuple(sorted(out))
+
+
+def _checked(ranks: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    wrong = [rank for rank in ranks if not 0 <= rank < layout.world]
+    if wrong or not ranks:
+        raise InputError(f"rank {wrong[0] if wrong else 'none'}; layout {layout} has ranks 0 to {layout.world - 1}")
+    return tuple(sorted(set(ranks)))
+
+
+def run_ranks(job: DryJob, ranks: Sequence[int], timeout_s: float, workers: int) -> list[DryRank]:
+    """Every rank in a process of its own, ``workers`` at a time.
 
     Raises:
         RankError: one failed or was too late; it names the rank.
@@ -187,9 +212,15 @@ def run_classes(job: DryJob, timeout_s: float, workers: int) -> list[DryRank]:
     if workers < 1:
         raise InputError(f"{workers} workers; at least 1 is needed")
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(run, [c.first_rank for c in job.placement.classes]))
+        return list(pool.map(run, ranks))
 
 
 def as_json(proof: DryProof) -> Mapping[str, Any]:
     """As of a proof, with the rank classes and the memory."""
-    return {**proofs.as_json(proof), "classes": proof.classes, "peak_bytes": proof.peak_bytes, "note": proof.note}
+    return {
+        **proofs.as_json(proof),
+        "classes": proof.classes,
+        "ran": proof.ran,
+        "peak_bytes": proof.peak_bytes,
+        "note": proof.note,
+    }

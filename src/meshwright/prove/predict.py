@@ -64,7 +64,7 @@ class Request:
         dtype: of weights, activations and cache.
         block_size: tokens of a cache block.
         micro_batches: groups in flight on a replica; None: as many as stages.
-        every_rank: name every rank of the world; else the first one of every rank class.
+        ranks: that are named; None: every one of the world.
         lengths: of every prompt, where they are not all ``tokens`` long.
         chunk: most prompt tokens of one sequence in a pass; None: the whole prompt.
         routing: file with the experts of every token (``prove.routing``); None: an even choice.
@@ -78,7 +78,7 @@ class Request:
     dtype: str = "f32"
     block_size: int = 16
     micro_batches: int | None = None
-    every_rank: bool = True
+    ranks: tuple[int, ...] | None = None
     lengths: tuple[int, ...] = ()
     chunk: int | None = None
     routing: str | None = None
@@ -129,7 +129,7 @@ def predict(request: Request) -> Ledger:
     def name(rank_class: str, dp: int, cp: int) -> str:
         return rank_class + (f".dp{dp}" if unequal else "") + (f".cp{cp}" if ring else "")
 
-    for rank in range(layout.world) if request.every_rank else (c.first_rank for c in placement.classes):
+    for rank in range(layout.world) if request.ranks is None else request.ranks:
         at = placement.coordinate(rank)
         where = {axis: getattr(at, axis) for axis in (*AXES, "ep")}
         ledger.ranks.append(Rank(rank, where, name(placement.class_of(rank).name, at.dp, at.cp)))
@@ -156,7 +156,7 @@ def rank_by_rank(placement: Placement, request: Request, ledger: Ledger) -> Ledg
     lengths = [n for replica in range(layout.dp) for n in request.lengths_of(replica)]
     wanted, together = request.micro_batches or layout.pp, meet(placement)
     walked: dict[int, list[Routes]] = {}
-    for rank in range(layout.world) if request.every_rank else (c.first_rank for c in placement.classes):
+    for rank in range(layout.world) if request.ranks is None else request.ranks:
         at, name = placement.coordinate(rank), f"rank{rank}"
         key = -1 if together else at.dp
         if key not in walked:
