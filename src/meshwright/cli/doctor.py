@@ -6,14 +6,20 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from meshwright.errors import InputError
 
+if TYPE_CHECKING:
+    from meshwright.doctor.findings import Finding
+    from meshwright.doctor.incident import Incident
+
 _PATH = typer.Argument(None, help="A folder, file or archive of anything: dumps, logs, stacks, NCCL output.")
 _HTML = typer.Option(None, "--html", help="Write one offline page with the calls of all ranks as a picture.")
 _PERFETTO = typer.Option(None, "--perfetto", help="Write the recorded calls as a trace that Perfetto opens.")
+_REPRODUCE = typer.Option(None, "--reproduce", help="Write a program of two ranks that fails alike, and run it once.")
 
 
 def doctor(
@@ -21,6 +27,7 @@ def doctor(
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
     html: Path | None = _HTML,
     perfetto: Path | None = _PERFETTO,
+    reproduce: Path | None = _REPRODUCE,
     redact: bool = typer.Option(False, "--redact", help="Take tokens, keys, hosts and paths out of what is written."),
     how: bool = typer.Option(False, "--how", help="What to set before the next run."),
 ) -> None:
@@ -50,16 +57,32 @@ def doctor(
         from meshwright.report.doctor_trace import trace
 
         _write(perfetto, json.dumps(trace(incident, findings)))
+    shown = _reproduced(findings[0], incident, reproduce) if reproduce is not None else None
     if as_json:
         from meshwright.report.doctor import as_json as plain
 
-        typer.echo(json.dumps(plain(findings, incident), indent=2))
+        typer.echo(json.dumps({**plain(findings, incident), "reproduction": shown}, indent=2))
     else:
         from meshwright.report.doctor import as_text as text
         from meshwright.report.terminal import console
 
         console().print(text(findings, incident))
+        if shown is not None:
+            typer.echo(f"\nReproduction: {shown['says']} ({shown['program']})")
     raise typer.Exit(0 if findings[0].kind == "healthy" else 1)
+
+
+def _reproduced(finding: Finding, incident: Incident, path: Path) -> dict[str, Any]:
+    """Write the program, run it once, say what became of it."""
+    from meshwright.cli.run import _need_torch
+    from meshwright.doctor.reproduce import build, render
+    from meshwright.doctor.rerun import rerun
+
+    program = build(finding, incident)
+    _write(path, render(program))
+    _need_torch()
+    outcome = rerun(path, program)
+    return {"program": str(path), "same": outcome.same, "stopped": list(outcome.stopped), "says": outcome.says}
 
 
 def _write(path: Path, content: str) -> None:
