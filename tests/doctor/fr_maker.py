@@ -103,7 +103,8 @@ def layout(tp: int, dp: int, pp: int = 1, ep: bool = False, steps: int = 6, laye
                     ops.append(call(of[rank, "TENSOR"], "_all_gather_base", 64, site("attention", 100 + layer), tp))
                 if ep:
                     exchange = call(of[rank, "EXPERT"], "all_to_all", 32, site("experts", 200 + layer))
-                    ops.append(replace(exchange, ins=((32 + (rank * 7 + step + layer) % 5,),)))
+                    size = 32 + (rank * 7 + step + layer) % 5
+                    ops.append(replace(exchange, ins=((size,),), outs=((size,),)))
                 if tp > 1:
                     ops.append(call(of[rank, "TENSOR"], "_reduce_scatter_base", 64, site("mlp", 300 + layer), tp))
             if pp > 1 and p < pp - 1:
@@ -150,7 +151,8 @@ class Simulator:
         while moved:
             order = list(range(self.job.world))
             self.random.shuffle(order)
-            moved = any([self._host(r) for r in order]) | any([self._device(r) for r in order])
+            hosts, devices = [self._host(r) for r in order], [self._device(r) for r in order]
+            moved = any(hosts) or any(devices)
         return self
 
     def _host(self, r: int) -> bool:
@@ -203,6 +205,8 @@ class Simulator:
             return False
         sort = {(h.op.name, h.op.dtype, h.op.outs if h.op.name != "all_to_all" else ()) for _, h in heads}
         if not row.p2p and len(sort) > 1:
+            return False
+        if row.op.name == "all_to_all" and sum(h.op.ins[0][0] - h.op.outs[0][0] for _, h in heads):
             return False
         for m, head in heads:
             head.state = "completed"

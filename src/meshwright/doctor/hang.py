@@ -139,6 +139,9 @@ def _finished(view: View, finding: Finding) -> Finding:
     """Say what the incident lacks; take blame back where the rank's own number is a guess."""
     lacks = tuple(view.incident.lacks[:20])
     stale = view.stall.stale if view.incident.traces else ()
+    lost = tuple(r for r in view.absent if r not in stale) if view.incident.traces else ()
+    if lost:
+        lacks = (f"no record of {ranks_text(lost)}: whether they have a part in it cannot be told", *lacks)
     if stale:
         lacks += (f"dumps of {ranks_text(stale)} end before the others went on (stale)",)
     if finding.kind == "all_arrived":

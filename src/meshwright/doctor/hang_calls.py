@@ -44,7 +44,7 @@ def _confidence(view: View, d: Divergence, sure: bool) -> str:
     members = view.incident.groups[d.group].members
     absent = sum(1 for m in members if m not in d.guilty and m not in d.others)
     if not d.clear:
-        return "medium" if sure and not absent else "low"
+        return "medium" if (sure or (d.usual and not d.known_before)) and not absent else "low"
     if sure and len(d.others) > len(d.guilty) + absent:
         return "high"
     return "medium" if sure or len(d.others) > len(d.guilty) + absent else "low"
@@ -81,11 +81,14 @@ def _jumped(view: View, d: Divergence) -> tuple[str, str, bool]:
     op = view.incident.signatures[d.found].op
     if _ALONE.search(words) or d.guilty == (0,):
         return "extra_call", "the others skipped it", True
+    a, b = view.incident.signatures[d.expected], view.incident.signatures[d.found]
+    if a.op != b.op and b.op != "barrier" and (a.shapes_in, a.dtype) == (b.shapes_in, b.dtype):
+        return "wrong_op", "an extra call: nothing recorded behind it decides", False
     if d.known_before:
         return "uneven_inputs", "an extra call of code that all ranks reach elsewhere", False
     if _after_loop(view, d) and (d.usual or _AFTER.search(f"{words} {op}")):
         return "uneven_inputs", "an extra call on these ranks", False
-    return "extra_call", "these ranks left their loop earlier (uneven inputs)", len(d.guilty) < len(d.others)
+    return "extra_call", "these ranks left their loop earlier (uneven inputs)", False
 
 
 def after_loop(view: View, found_stack: int, usual: set[int]) -> bool:
@@ -102,6 +105,9 @@ def _after_loop(view: View, d: Divergence) -> bool:
     """The same against what the others called up to the divergence."""
     lane = view.lanes.of[d.group][d.others[0]]
     stacks = set(memoryview(lane.stacks).cast("i")[: d.seq - lane.first])
+    if not stacks:  # only active calls were dumped
+        words = f"{_names(view, d.found_stack)} {view.incident.signatures[d.found].op}"
+        return _AFTER.search(words) is not None and after_loop(view, d.found_stack, {d.expected_stack})
     return d.expected_stack in stacks and after_loop(view, d.found_stack, {n for n in stacks if n >= 0})
 
 

@@ -10,6 +10,7 @@ from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.hang_calls import after_loop
 from meshwright.doctor.hang_crossed import call_name, crossings, cycle_crossing, earliest, since
 from meshwright.doctor.hang_programs import Deviation, deviation
+from meshwright.doctor.hang_splits import splits
 from meshwright.doctor.incident import SCHEDULED, STARTED, Fact, Frame, user_frame
 from meshwright.doctor.view import View, site_of
 
@@ -67,9 +68,10 @@ def roots(view: View, explained: frozenset[int]) -> list[Finding]:
         if rank in handled or rank in blamed:
             continue
         kind, confidence, evidence, unknown = _judge(view, rank)
-        if kind == "device_stuck" and suspects is waiters and not any(c.completed_by for c in stall.pending[rank]):
+        few = len(waiters) <= len(own) and rank in stall.pending
+        if kind == "device_stuck" and few and not any(c.completed_by for c in stall.pending[rank]):
             kind, confidence = "unknown", "low"
-            unknown.append("most ranks are behind a few: whether these went one call too far is not recorded")
+            unknown.append("no majority is ahead: whether those that wait went one call too far is not recorded")
         sorted_out.setdefault((kind, confidence), []).append((rank, evidence, unknown))
     for (kind, confidence), rows in sorted_out.items():
         out.append(_root_finding(view, kind, confidence, rows))
@@ -273,6 +275,9 @@ def nobody_missing(view: View) -> list[Finding]:
     absent = sorted({r for c in calls for r in c.absent})
     first = earliest(view, calls)
     name, began = call_name(view, first), since(view, calls)
+    unlike = splits(view, first)
+    if unlike is not None:
+        return [unlike]
     lagging = sorted(r for r, own in pending.items() if sum(1 for c in own if c.completed_by) >= _LAG)
     if lagging and len(lagging) < len(view.incident.traces) / 2 and not absent:
         return [_lag(view, tuple(lagging), began)]

@@ -187,6 +187,9 @@ def _divergence(
     fit = fit_of(rights, odds)
     if fit is None and stacks and not by_stack:
         fit = fit_of([c for c, _ in rights], [c for c, _ in odds])
+    if fit is not None and fit.kind == "other" and stacks and rights[0][1] != odds[0][1] and odds[0] not in rights:
+        extra = fit_of(rights, odds, ("extra",))  # a line that nobody else reaches is rather extra than another's place
+        fit = extra if extra is not None and extra.count == 1 and extra.matched >= fit.matched else fit
     kind, known, usual = _jump(right, odd, seq, stacks)
     matched, count = 0, 1
     same_line = stacks and rights[0][1] == odds[0][1] and rights[0][0] != odds[0][0]

@@ -178,20 +178,30 @@ class _Work:
         peer = members[kind.peer]
         if peer not in self.ranks or peer in self.out.stale:
             return (), (peer,)
-        if len(members) == 2 or (
-            len(self.partners.get((group, rank), ())) == 1 == len(self.partners.get((group, peer), {0}))
-        ):
+        place, op = members.index(rank), "recv" if kind.op == "send" else "send"
+        only = self.partners.get((group, rank), set()) <= {kind.peer}
+        if len(members) == 2 or (only and self.partners.get((group, peer), {place}) <= {place}):
             reach = self.last_p2p.get((group, peer))
             if reach is not None:
-                return ((peer,) if reach < rows.seq[row] else ()), ()
+                came = reach >= rows.seq[row] and self._complements(peer, group, rows.seq[row], op)
+                return (() if came else (peer,)), ()
         other = self.ranks[peer]
-        place, op = members.index(rank), "recv" if kind.op == "send" else "send"
         theirs = self.p2p_rows.get((group, peer, op, place), [])
         if not other.active_only and not rows.active_only and self._whole(rows) and self._whole(other):
             mine = self.p2p_rows[group, rank, kind.op, kind.peer]
             return (() if mine.index(row) < len(theirs) else (peer,)), ()
         waiting = sum(1 for r in theirs if other.state[r] not in (COMPLETED, UNKNOWN))
         return (() if ordinal < waiting else (peer,)), ()
+
+    def _complements(self, peer: int, group: int, seq: int, op: str) -> bool:
+        """Whether the other side's hand-off of this number is the matching one, as far as it is recorded."""
+        rows, found = self.ranks[peer], False
+        for (of, rank, kind, _), places in self.p2p_rows.items():
+            if of == group and rank == peer and any(rows.seq[i] == seq for i in places):
+                found = True
+                if kind == op:
+                    return True
+        return not found
 
     @staticmethod
     def _whole(rows: Rows) -> bool:
