@@ -150,6 +150,10 @@ class Matcher:
             return self._mismatch(*self._wrong)
         return self._stuck()
 
+    def shifts(self) -> list[tuple[Call, ...]]:
+        """For every group the calls of its first collective that ranks came to from different lines."""
+        return [g.shift for g in self._groups.values() if g.shift]
+
     def leftovers(self) -> list[Call]:
         """Calls that were never matched, of ranks that are gone."""
         queues: list[Iterable[Ticket]] = [*self._sends.values(), *self._recvs.values()]

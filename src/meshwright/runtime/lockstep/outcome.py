@@ -125,6 +125,10 @@ def _verdict(found: Mapping[str, Any] | None) -> Verdict | None:
     )  # fmt: skip
 
 
+def _calls(values: Sequence[Sequence[Any]]) -> tuple[Call, ...]:
+    return tuple(_call(v) for v in values)
+
+
 def _call(values: Sequence[Any]) -> Call:
     def tuples(value: Any) -> Any:
         return tuple(tuples(v) for v in value) if isinstance(value, list) else value
@@ -184,11 +188,7 @@ def _clue(verdict: Verdict) -> list[str]:
     """Where ranks first came to one collective from different lines, and how often each came."""
     notes = []
     if verdict.shift and verdict.kind != "group_order":
-        by_site: dict[str, list[int]] = {}
-        for call in verdict.shift:
-            by_site.setdefault(call.call_site or "?", []).append(call.rank)
-        places = "; ".join(f"{ranks_text(r)} at {s}" for s, r in sorted(by_site.items(), key=lambda x: -len(x[1])))
-        notes.append(f"first {verdict.shift[0].op} of this group reached from different lines: {places}")
+        notes.append(_lines(verdict.shift))
     counts: dict[int, list[int]] = {}
     for rank, count in verdict.counts:
         counts.setdefault(count, []).append(rank)
@@ -196,6 +196,15 @@ def _clue(verdict: Verdict) -> list[str]:
         each = "; ".join(f"{ranks_text(r)}: {n}" for n, r in sorted(counts.items(), key=lambda x: -len(x[1])))
         notes.append(f"collectives entered in group {verdict.group}: {each}")
     return notes
+
+
+def _lines(shift: Sequence[Call]) -> str:
+    """Where ranks came to one collective from different lines."""
+    by_site: dict[str, list[int]] = {}
+    for call in shift:
+        by_site.setdefault(call.call_site or "?", []).append(call.rank)
+    places = "; ".join(f"{ranks_text(r)} at {s}" for s, r in sorted(by_site.items(), key=lambda x: -len(x[1])))
+    return f"first {what(shift[0])} that ranks reach from different lines: {places}"
 
 
 def _found(verdict: Verdict, world: int, common: Mapping[str, Any]) -> Outcome:
@@ -303,6 +312,7 @@ def _clean(answer: Mapping[str, Any], world: int, timeout_s: float, common: Mapp
     if answer["leftovers"]:
         rest = [_call(c) for c in answer["leftovers"]]
         notes.append(f"never matched: {'; '.join(_together([c], '') for c in rest[:3])}")
+    notes += [_lines(shift) + "; that is legal, and worth a look" for shift in map(_calls, answer["shifts"])]
     unsafe = _verdict(answer["unsafe"])
     if unsafe is not None:
         text = f"unsafe order {scope}: {_circle(unsafe).removeprefix('deadlock: ')}"
