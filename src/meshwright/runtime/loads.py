@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from meshwright.specs.placement import Placement
+
 
 class Load(NamedTuple):
     """Rows that one rank's experts of a layer worked on in one pass.
@@ -91,6 +93,22 @@ def load_table(loads: Iterable[tuple[int, bool, Sequence[Load]]]) -> list[LayerL
         by = experts.get(layer, {})
         out.append(LayerLoad(layer, tuple(by[e] for e in sorted(by)), ranks[layer]))
     return out
+
+
+def table_of(placement: Placement, loads: Sequence[Sequence[Load]]) -> list[LayerLoad]:
+    """``load_table`` of the loads of every rank of a placement, in rank order."""
+    return load_table(
+        (rank, placement.place(placement.coordinate(rank)).etp == 0, rows) for rank, rows in enumerate(loads)
+    )
+
+
+def summary(table: Sequence[LayerLoad]) -> str:
+    """The most uneven layers, in a line."""
+    expert, rank = max(table, key=lambda row: row.expert_skew), max(table, key=lambda row: row.rank_skew)
+    return (
+        f"experts: the busiest took {expert.expert_skew:.2f} x the mean (layer {expert.layer}), the busiest rank "
+        f"{rank.rank_skew:.2f} x (layer {rank.layer})"
+    )
 
 
 def write_choices(chosen: Mapping[int, Mapping[tuple[int, int], Sequence[int]]], path: str | Path) -> None:
