@@ -102,7 +102,16 @@ def test_the_command_proves_experts_over_replicas_and_tp_ranks(mixture: Mixture,
     """
     env = {**os.environ, "COLUMNS": "200"}
     code = "from meshwright.cli.main import main; main()"
-    words = ["prove", str(mixture("qwen3_moe")), "--layout", "dp=2,ep=4,tp=2", "--json", "--out", str(tmp_path)]
+    words = [
+        "prove",
+        str(mixture("qwen3_moe")),
+        "--layout",
+        "dp=2,ep=4,tp=2",
+        "--no-time",
+        "--json",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=110, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout)
