@@ -15,7 +15,7 @@ from meshwright.errors import InputError
 from meshwright.runtime.folder import read_folder
 from meshwright.runtime.models.settings import read_settings
 from tests.proving import proofs
-from tests.runtime import tiny
+from tests.runtime import moe_models, tiny
 
 Folder = Callable[[str], Path]
 
@@ -43,6 +43,40 @@ def test_the_proof_holds_and_fails_on_mistakes_of_the_family(
     for mistake, proof in zip(mistakes, wrong, strict=True):
         assert not proof.proven, mistake
         assert "logits" in {check.what for check in proof.checks if not check.ok}, mistake
+
+
+#: As the published configurations of GPT-OSS say it.
+GPT_OSS = {
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "mistakes"),
+    [("tp=2", ["missing-sink"]), pytest.param("tp=3,pp=2", ["doubled-bias"], marks=slow)],
+)
+def test_attention_sinks(tmp_path: Path, layout: str, mistakes: list[str]) -> None:
+    """GPT-OSS: a sink a head, biases everywhere, a window of 7 in two layers of three, yarn that is not truncated."""
+    folder = moe_models.write(tmp_path / "model", "gpt_oss", **GPT_OSS)
+    found = tiny.alone(tiny.job(folder, "tp=1"))
+    tiny.assert_same((found.tokens, found.logits), tiny.oracle(folder))
+    right, *wrong = proofs(folder, layout, [None, *mistakes], numbers=tmp_path / "numbers", tokens=12)
+    assert right.proven, right.checks
+    for proof in wrong:
+        assert "logits" in {check.what for check in proof.checks if not check.ok}
+
+
+def test_gpt_oss_is_silent_about_its_positions(tmp_path: Path) -> None:
+    said = read_settings(moe_models.config("gpt_oss", rope_theta=None), "config.json").rope
+    assert (said.kind, said.theta, said.factor, said.original, said.truncate) == ("yarn", 150000.0, 32.0, 4096, False)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from meshwright.specs.layout import parse_layout
 from meshwright.specs.placement import place
 from meshwright.specs.profile import ServeSettings
 from tests.proving import proofs
-from tests.runtime import tiny
+from tests.runtime import moe_models, tiny
 from tests.runtime.foreign import transformers_tp
 
 Folder = Callable[[str], Path]
@@ -55,15 +55,15 @@ def predicted(config: dict[str, object], engine: str, layout: str, batch: Batch)
 # Counts by hand -----------------------------------------------------------------------------------------------------
 
 
-def recorded(folder: Path, layout: str, tmp_path: Path) -> dict[str, Moves]:
-    """Moves of every rank of a proof that holds: prompts of 6 tokens, one a stage and replica, and 4 new tokens."""
+def recorded(folder: Path, layout: str, tmp_path: Path) -> dict[str, list[Entry]]:
+    """Entries of every rank of a proof that holds: prompts of 6 tokens, one a stage and replica, and 4 new tokens."""
     (proof,) = proofs(folder, layout, [None], numbers=tmp_path / "numbers")
     assert proof.proven, proof.checks
     assert proof.recorded is not None
     ranks: dict[str, list[Entry]] = {}
     for e in proof.recorded.entries:
         ranks.setdefault(e.rank_class, []).append(e)
-    return {rank: moves(entries) for rank, entries in ranks.items()}
+    return ranks
 
 
 def test_tensor_parallel_by_hand(checkpoint: Folder, tmp_path: Path) -> None:
@@ -77,17 +77,59 @@ def test_tensor_parallel_by_hand(checkpoint: Folder, tmp_path: Path) -> None:
         ("all_reduce", "tp", 1 * 64 * F32): 3 * sums,
         ("gather", "tp", 1 * 64 * F32): 4,
     }
-    assert recorded(checkpoint("even"), "tp=2", tmp_path) == {"rank0": by_hand, "rank1": by_hand}
+    found = recorded(checkpoint("even"), "tp=2", tmp_path)
+    assert {rank: moves(entries) for rank, entries in found.items()} == {"rank0": by_hand, "rank1": by_hand}
 
 
 def test_pipeline_parallel_by_hand(checkpoint: Folder, tmp_path: Path) -> None:
     """Two prompts, a micro-batch each: two prefills of 6 tokens of width 72 cross the boundary, then 2 x 3 tokens."""
     sizes = {6 * 72 * F32: 2, 1 * 72 * F32: 6}
     found = recorded(checkpoint("llama"), "pp=2", tmp_path)
-    assert found == {
+    assert {rank: moves(entries) for rank, entries in found.items()} == {
         "rank0": {("send", "pp", size): n for size, n in sizes.items()},
         "rank1": {("recv", "pp", size): n for size, n in sizes.items()},
     }
+
+
+def chosen_experts(folder: Path, prompt: tuple[int, ...], new: int) -> list[list[list[int]]]:
+    """Two experts of every token of a prompt and its greedy text, layer by layer, by the router of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = tiny.oracle(folder, (prompt,), new)[0][0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+    with torch.inference_mode():
+        out = model(torch.tensor([[*prompt, *tokens[:-1]]]), output_router_logits=True)
+    return [row.topk(2, dim=-1).indices.tolist() for row in out.router_logits]
+
+
+def test_expert_parallel_by_hand(tmp_path: Path) -> None:
+    """Five experts on two replicas as 3 + 2, two a token, width 72: who gets how many rows says transformers' router.
+
+    Every layer of every pass first exchanges five counts of eight bytes, then sends 2 x T rows, then gets them back.
+    """
+    folder, new, width = moe_models.write(tmp_path / "mixtral", "mixtral"), 4, 72
+    prompts = tuple(tuple((7 * p + 5 * t + 3) % 131 for t in range(6)) for p in range(2))
+    chosen = [chosen_experts(folder, prompt, new) for prompt in prompts]
+    found = recorded(folder, "dp=2,ep=2", tmp_path)
+    for rank in range(2):
+        rows = [e for e in found[f"rank{rank}"] if e.stream != "compute"]
+        by_hand = []
+        for step in range(new):
+            at = range(6) if step == 0 else range(5 + step, 6 + step)
+            for layer in range(3):
+                # Rows from each replica to each of the two ranks.
+                sent = [
+                    [sum((e < 3) == (to == 0) for t in at for e in chosen[p][layer][t]) for to in (0, 1)]
+                    for p in (0, 1)
+                ]
+                out, back = sent[rank], [sent[p][rank] for p in (0, 1)]
+                by_hand += [
+                    ("expert counts", (3, 2), 5 * 8),
+                    ("tokens dispatch", (out[0] * width, out[1] * width), 2 * len(at) * width * F32),
+                    ("tokens combine", (back[0] * width, back[1] * width), sum(back) * width * F32),
+                ]
+        assert [(e.name, tuple(e.splits or ()), e.payload_bytes) for e in rows] == by_hand
+        assert {(e.op, e.group) for e in rows} == {("all_to_all", "ep")}
 
 
 # transformers' own tensor parallelism --------------------------------------------------------------------------------
