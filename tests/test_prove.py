@@ -21,6 +21,7 @@ from meshwright.prove import prove
 from meshwright.prove.predict import APART, Request, predict, predict_apart
 from meshwright.runtime.checkpoint import write_random
 from meshwright.runtime.mutate import MUTATIONS
+from meshwright.runtime.mutate_context import CONTEXT_MISTAKES
 from meshwright.runtime.mutate_experts import EXPERT_MISTAKES
 from tests.proving import proofs
 from tests.runtime.tiny import BASE, EVEN, MODELS
@@ -104,6 +105,13 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "wrong-dtype": (LOGITS, MOVES),
     "doubled-bias": (LOGITS, KEYS),
     "whole-matrix-kept": (WEIGHTS,),
+    "unreduced-norm": (LOGITS, KEYS),
+    "own-chunk-only": (LOGITS, KEYS, MOVES),
+    "neighbours-share": (LOGITS, KEYS),
+    "unbalanced-positions": (LOGITS, KEYS),
+    "skipped-ring-block": (LOGITS, KEYS),
+    "merge-without-rescale": (LOGITS, KEYS),
+    "no-causal-mask": (LOGITS, KEYS),
     "unscaled-embedding": (LOGITS, KEYS),
     "one-rotary-base": (LOGITS, KEYS),
     "rope-not-interleaved": (LOGITS, KEYS),
@@ -121,6 +129,8 @@ NOTICED: dict[str, tuple[str, ...]] = {
 }
 #: Mistakes that only some families can make (tests/runtime/test_families.py plants them).
 FAMILY = ("unscaled-embedding", "one-rotary-base", "rope-not-interleaved", "missing-sink")
+#: Mistakes that only layouts with sp or cp can make (tests/runtime/test_context.py plants them).
+DEALT = tuple(mistake.name for mistake in CONTEXT_MISTAKES if mistake.name != "unreduced-norm")
 #: Mistakes that only a mixture of experts can make (tests/runtime/test_moe_proofs.py plants them).
 EXPERTS = tuple(mistake.name for mistake in EXPERT_MISTAKES)
 #: Mistakes after which the numbers are still right: only what was sent, or is held, differs.
@@ -140,7 +150,7 @@ def test_every_mutation_is_listed_with_what_notices_it() -> None:
             [
                 name
                 for name in NOTICED
-                if name not in {"swapped-stages", "stale-kv-block", "skipped-layer", *FAMILY, *EXPERTS}
+                if name not in {"swapped-stages", "stale-kv-block", "skipped-layer", *FAMILY, *EXPERTS, *DEALT}
             ],
         ),
         ("llama", "pp=2", ["swapped-stages", "stale-kv-block", "skipped-layer", "wrong-dtype"]),

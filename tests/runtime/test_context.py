@@ -9,8 +9,10 @@ import pytest
 
 from meshwright.prove.proof import Proof
 from meshwright.runtime.mutate import MUTATIONS
+from meshwright.runtime.mutate_context import CONTEXT_MISTAKES
 from tests.proving import Case, proofs, prove_cases
 from tests.runtime import tiny
+from tests.test_prove import NOTICED
 
 Folder = Callable[[str], Path]
 CHUNKED = {"chunk": 4, "block_size": 4}
@@ -54,10 +56,6 @@ def test_layout_equals_transformers(checkpoint: Folder, name: str, layout: str) 
     tiny.assert_same(tiny.on_ranks(tiny.job(folder, layout), 120), tiny.oracle(folder))
 
 
-#: What must notice a mistake beside the logits.
-ALSO = {"own-chunk-only": "collectives, hand-offs"}
-
-
 def test_two_ranks_and_what_goes_wrong_on_them(checkpoint: Folder, tmp_path: Path) -> None:
     """8 heads over 2 KV heads: ring, all_to_all and tp with sp; then every mistake that is planted in one of them."""
     names = {
@@ -73,8 +71,8 @@ def test_two_ranks_and_what_goes_wrong_on_them(checkpoint: Folder, tmp_path: Pat
     for case, proof in zip(cases, found, strict=True):
         failed = {c.what for c in proof.checks if not c.ok}
         if case.mutation is not None:
-            assert "logits" in failed, case
-            assert ALSO.get(case.mutation, "logits") in failed, case
+            assert failed >= set(NOTICED[case.mutation]), (case, failed)
+    assert {case.mutation for case in cases} >= {mistake.name for mistake in CONTEXT_MISTAKES}
 
 
 @pytest.mark.parametrize(
