@@ -136,15 +136,42 @@ def test_local_rank_becomes_global_only_with_a_constant_offset(tmp_path: Path) -
 
 
 def test_name_of_a_file_counts_only_where_the_content_names_no_rank(tmp_path: Path) -> None:
-    fact = of(read(tmp_path, ["ValueError: x"], "worker_6.log"), "exception")[0]
-    assert (fact.rank, fact.data["rank_from"]) == (6, "file name")
+    fact = of(read(tmp_path, ["ValueError: x"], "rank_6.log"), "exception")[0]
+    assert (fact.rank, fact.data["rank_from"], fact.source) == (6, "file name", "rank_6.log:1")
     lines = ["[rank2]: ValueError: y", "ValueError: x"]
-    assert {f.rank for f in of(read(tmp_path, lines, "worker_6.log"), "exception")} == {2}
-    assert of(read(tmp_path, ["ValueError: x"], "worker_6.log"), "exception")[0].source == "worker_6.log:1"
+    assert 6 not in {f.rank for f in of(read(tmp_path, lines, "rank_6.log"), "exception")}
 
 
-def test_name_of_a_node_is_not_a_rank(tmp_path: Path) -> None:
-    assert of(read(tmp_path, ["ValueError: x"], "node_3.log"), "exception")[0].rank is None
+@pytest.mark.parametrize("name", ["node_3.log", "slurm-12345.out", "run.7.log", "worker_3.log"])
+def test_number_of_a_node_or_a_job_is_not_a_rank(tmp_path: Path, name: str) -> None:
+    assert of(read(tmp_path, ["ValueError: x"], name), "exception")[0].rank is None
+
+
+def test_a_family_of_names_is(tmp_path: Path) -> None:
+    (tmp_path / "worker_4.log").write_text("ValueError: y\n")
+    assert {f.rank for f in of(read(tmp_path, ["ValueError: x"], "worker_3.log"), "exception")} == {3, 4}
+
+
+def test_untagged_lines_of_one_log_are_nobodys(tmp_path: Path) -> None:
+    """As torchrun prints it: rank 0 raises with its tag, rank 1's stack comes without one."""
+    stack = make.faulthandler_lines([[("load", "/w/loader.py", 35)]])
+    lines = [*stack, *make.traceback_lines("RuntimeError: Timed out waiting 6000ms for recv", [("f", "/w/t.py", 3)], 0)]
+    (fact,) = of(read(tmp_path, lines), "stack")
+    assert (fact.rank, fact.data["maybe_rank"]) == (None, 0)
+
+
+def test_untagged_lines_of_one_log_a_rank_are_its_own(tmp_path: Path) -> None:
+    for rank in range(3):
+        stack = make.faulthandler_lines([[("load", "/w/loader.py", 30 + rank)]])
+        (tmp_path / f"{'xyz'[rank]}.log").write_bytes(make.text([*stack, f"[rank{rank}]: ValueError: x"]))
+    found = of(read(tmp_path, ["no rank here"]), "stack")
+    assert {(f.rank, f.data["call_site"]) for f in found} == {(r, f"/w/loader.py:{30 + r}") for r in range(3)}
+
+
+@pytest.mark.parametrize("tag", ["compose", "srun", "kubectl"])
+def test_a_container_of_many_ranks_is_not_one_process(tmp_path: Path, tag: str) -> None:
+    lines = make.tagged(tag, 0, [*make.watchdog_lines("2.6", 3), "Traceback (most recent call last):", "ValueError: x"])
+    assert [f.rank for f in of(read(tmp_path, lines), "exception")] == [None]
 
 
 def test_facts_are_bounded_first_and_last_kept(tmp_path: Path) -> None:

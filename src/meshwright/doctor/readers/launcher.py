@@ -34,6 +34,7 @@ def table_entry(before: list[str], prefix: Prefix, line: int, facts: FileFacts, 
     if match is None:
         return False
     data: dict[str, object] = {"pid": int(match["pid"]), "launcher": "torchrun"}
+    facts.alone = False
     at = prefix.at
     for text in reversed(before[-LINES_BEFORE:]):
         field = _FIELD.search(text)

@@ -23,9 +23,14 @@ MAX_BUCKETS = 300_000
 MAX_STREAMS = 100_000
 
 _TRAILING = re.compile(r"(\d{1,7})(?:\.(?:log|txt|out|err|json|prom|dump|stack|stacks|std(?:out|err)))*$", re.ASCII)
-_NOT_A_RANK = re.compile(
-    r"(?:node|host|pod|attempt|step|iter|epoch|job|run|version|gpu_count|v|pid)[._-]?$", re.IGNORECASE
-)
+_RANK_WORD = re.compile(r"(?:rank|worker|trainer|proc|gpu|stack|dump|std(?:out|err)|log|env)s?[._-]?$", re.IGNORECASE)
+
+#: Ways to a rank that need more than one file: ``resolve`` confirms or drops them.
+ONLY_RANK, FILE_NAME = "only rank in file", "file name"
+
+#: Kinds that a launcher or a kernel reports of another process, and what names that process.
+_OF_OTHERS = frozenset({"killed", "exited", "oom", "xid"})
+_NAMES = frozenset({"pid", "local_rank", "tasks", "launcher"})
 
 
 @dataclass(slots=True)
@@ -63,8 +68,9 @@ class FileFacts:
         self._buckets: dict[tuple[str, object], _Bucket] = {}
         self._streams: dict[str, int | None] = {}
         self._offsets: set[int] = set()
-        self._tasks_differ = False
+        self._tasks: set[bool] = set()
         self._overflow = 0
+        self._distinct: bool | None = None
 
     def learn(self, prefix: Prefix) -> None:
         """Remember which launcher tag goes with which rank."""
@@ -79,8 +85,8 @@ class FileFacts:
                 self._streams[prefix.stream] = None
         if prefix.local_rank is not None and len(self._offsets) < 2:
             self._offsets.add(rank - prefix.local_rank)
-        if prefix.task is not None and prefix.task != rank:
-            self._tasks_differ = True
+        if prefix.task is not None:
+            self._tasks.add(prefix.task == rank)
 
     def add(
         self,
@@ -137,41 +143,58 @@ class FileFacts:
         if dropped:
             incident.lack(f"{self.name}: {dropped} facts beyond the first and last of their kind and rank are left out")
 
+    def _one_rank_a_stream(self) -> bool:
+        if self._distinct is None:
+            ranks = list(self._streams.values())
+            self._distinct = len(ranks) > 1 and None not in ranks and len(set(ranks)) == len(ranks)
+        return self._distinct
+
     def _rank_of(self, draft: Draft) -> int | None:
         prefix = draft.prefix
         if "rank_from" in draft.data:
             return prefix.rank
-        rank, how = self._guess(prefix)
+        if draft.kind in _OF_OTHERS and prefix.rank is None and not _NAMES.isdisjoint(draft.data):
+            return None
+        rank, how = self._guess(prefix, draft.data.get("group_rank"))
         if rank is not None and not 0 <= rank < MAX_RANK:
             return None
         if how and rank is not None:
             draft.data["rank_from"] = how
         return rank
 
-    def _guess(self, prefix: Prefix) -> tuple[int | None, str]:
-        """``(rank, how)``; ``how`` is empty where the line itself says its global rank."""
+    def _guess(self, prefix: Prefix, place: object) -> tuple[int | None, str]:
+        """``(rank, how)``; ``how`` is empty where the line itself says its global rank.
+
+        A tag is one process where it has a pid, a local rank or MPI's rank; others (a pod, a node's task) may hold
+        many, so they count only where each tag of the file goes with one rank of its own.
+        """
         if prefix.rank is not None:
             return prefix.rank, ""
-        if prefix.stream in self._streams:
+        mpi = prefix.task is not None and prefix.stream.startswith("[")
+        one_process = prefix.pid is not None or prefix.local_rank is not None or mpi or self._one_rank_a_stream()
+        if prefix.local_rank is not None and len(self._offsets) > 1:
+            return None, ""
+        if prefix.stream in self._streams and one_process:
             return self._streams[prefix.stream], "same process"
         if prefix.local_rank is not None:
             if len(self._offsets) == 1:
                 return prefix.local_rank + next(iter(self._offsets)), "local rank"
             return None, ""
         if prefix.task is not None:
-            return (None, "") if self._tasks_differ else (prefix.task, "task")
+            sure = mpi or True in self._tasks or place == prefix.task
+            return (prefix.task, "task") if sure and False not in self._tasks else (None, "")
         if prefix.stream or len(self.ranks) > 1 or not self.alone:
             return None, ""
         if self.ranks:
-            return next(iter(self.ranks)), "only rank in file"
-        return rank_in_name(self.name), "file name"
+            return next(iter(self.ranks)), ONLY_RANK
+        return rank_in_name(self.name), FILE_NAME
 
 
 def rank_in_name(name: str) -> int | None:
-    """The number at the end of a file name; weak evidence, for files whose content names no rank at all."""
+    """The number at the end of a file name that speaks of ranks or the like; weak, for content that names no rank."""
     base = name.rsplit("/", 1)[-1]
     match = _TRAILING.search(base)
-    if match is None or _NOT_A_RANK.search(base[: match.start()]):
+    if match is None or not _RANK_WORD.search(base[: match.start()]):
         return None
     return int(match[1])
 

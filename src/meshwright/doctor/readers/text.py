@@ -20,6 +20,7 @@ from meshwright.doctor.readers.environment import environment, is_environment
 from meshwright.doctor.readers.launcher import LINES_BEFORE, table_entry
 from meshwright.doctor.readers.nccl_debug import NcclDebug
 from meshwright.doctor.readers.prefix import Prefix, peel
+from meshwright.doctor.readers.resolve import resolve
 from meshwright.doctor.readers.store import FileFacts
 from meshwright.doctor.readers.troubles import troubles
 from meshwright.doctor.readers.watchdog import reports, watchdog
@@ -78,12 +79,17 @@ def read(source: Source, incident: Incident) -> None:
     logs = Logs(incident)
     logs.read(source)
     logs.finish()
+    resolve(incident, logs.files)
 
 
 class Logs:
-    """Reads many logs of one job; what needs all of them (the order of calls) is handed over by ``finish``."""
+    """Reads many logs of one job; what needs all of them (the order of calls) is handed over by ``finish``.
+
+    ``files`` holds the ranks that each file names.
+    """
 
     def __init__(self, incident: Incident, progress: Callable[[int], None] | None = None) -> None:
+        self.files: dict[str, set[int]] = {}
         self._incident = incident
         self._calls = CallLog()
         self._progress = progress
@@ -105,6 +111,7 @@ class Logs:
         finally:
             scan.finish()
             facts.flush(self._incident)
+            self.files[source.name] = facts.ranks
 
     def finish(self) -> None:
         """Hand over what needs all files."""

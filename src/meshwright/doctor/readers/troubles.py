@@ -197,6 +197,7 @@ def _death(prefix: Prefix, text: str, line: int, facts: FileFacts) -> str | None
     match = _FAILED.search(text)
     if match:
         data: dict[str, object] = {"pid": int(match["pid"]), "local_rank": int(match["local"])}
+        facts.alone = False
         return _note(prefix, line, facts, died(data, int(match["code"]), None), match[0])
     if match := _SIGNAL_BY.search(text):
         return _note(prefix, line, facts, died({"pid": int(match["pid"])}, None, match["name"]), match[0])
@@ -233,5 +234,7 @@ def _death(prefix: Prefix, text: str, line: int, facts: FileFacts) -> str | None
 
 
 def _note(prefix: Prefix, line: int, facts: FileFacts, data: dict[str, object], same: object) -> str:
-    facts.add("killed", prefix, line, data, same=same)
+    """A death; without a signal and without memory or a launcher to blame it is only an exit."""
+    ended = "signal" in data or bool(data.get("out_of_memory")) or data.get("launcher") == "ray"
+    facts.add("killed" if ended else "exited", prefix, line, data, same=same)
     return "killed"

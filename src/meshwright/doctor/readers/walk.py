@@ -91,7 +91,7 @@ class Walk:
         if self._spool is not None:
             self._spool.close()
         self._logs.finish()
-        resolve(self._incident)
+        resolve(self._incident, self._logs.files)
         self._say_unknown()
 
     def _together(self) -> None:
