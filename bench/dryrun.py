@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -62,7 +63,13 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What came out of one case. ``peak_bytes``: of the command with all its processes."""
+    """What came out of one case.
+
+    Attributes:
+        wall_s: of the command. cpu_s: of all its processes, which says what it costs on a busy machine too.
+        load: processes that wanted the machine's processors when it began.
+        peak_bytes: of the command with all its processes.
+    """
 
     model: str
     layout: str
@@ -73,6 +80,8 @@ class Row:
     classes: int
     seconds: dict[str, float]
     wall_s: float
+    cpu_s: float
+    load: float
     peak_bytes: int
     date: str
     commit: str
@@ -106,10 +115,22 @@ def held_bytes(pid: int) -> int:
     return total
 
 
+def spent(pid: int) -> dict[int, float]:
+    """CPU seconds of a process and all below it, by process."""
+    out = {}
+    for member in family(pid):
+        try:
+            words = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        out[member] = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return out
+
+
 def run(case: Case) -> Row | str:
     """One case; a refusal comes back as its line."""
     words = ["prove", case.model, "--layout", case.layout, "--dry", "--json", "--timeout", f"{TIMEOUT_S}s"]
-    began, peak = time.perf_counter(), 0
+    began, peak, cpu, load = time.perf_counter(), 0, dict[int, float](), os.getloadavg()[0]
     child = subprocess.Popen(
         [sys.executable, "-m", "meshwright.cli.main", *words],
         stdout=subprocess.PIPE,
@@ -118,10 +139,11 @@ def run(case: Case) -> Row | str:
     )
     while True:
         try:
-            out, err = child.communicate(timeout=0.3)
+            out, err = child.communicate(timeout=0.2)
             break
         except subprocess.TimeoutExpired:
             peak = max(peak, held_bytes(child.pid))
+            cpu |= spent(child.pid)
     wall = time.perf_counter() - began
     if child.returncode not in (0, 1) or not out:
         return (err.strip().splitlines() or ["no message"])[-1]
@@ -137,6 +159,8 @@ def run(case: Case) -> Row | str:
         said["classes"],
         said["seconds"],
         round(wall, 1),
+        round(sum(cpu.values()), 1),
+        round(load, 1),
         peak,
         now,
         commit(),
@@ -148,8 +172,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("names", nargs="*", help="models to run; all when none is given")
     names = parser.parse_args().names
-    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"rows": []}
-    rows = {(row["model"], row["layout"]): row for row in found["rows"]}
     wrong = 0
     for case in CASES:
         if names and case.model not in names:
@@ -159,12 +181,19 @@ def main() -> int:
             print(f"{case.model} under {case.layout}: {row}", flush=True)
             continue
         wrong += not row.equal
-        rows[case.model, case.layout] = asdict(row)
-        print(f"{row.verdict}: {row.wall_s} s, {row.peak_bytes / 2**20:.0f} MiB", flush=True)
+        print(f"{row.verdict}: {row.wall_s} s, {row.cpu_s} s of CPU, {row.peak_bytes / 2**20:.0f} MiB", flush=True)
+        write(row)
+    return int(wrong > 0)
+
+
+def write(row: Row) -> None:
+    """Put a row into the file, in the order of the cases."""
+    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"rows": []}
+    rows = {(known["model"], known["layout"]): known for known in found["rows"]}
+    rows[row.model, row.layout] = asdict(row)
     order = [(case.model, case.layout) for case in CASES]
     kept = [rows[key] for key in order if key in rows]
     RESULTS.write_text(json.dumps({"machine": machine(), "rows": kept}, indent=1) + "\n", encoding="utf-8")
-    return int(wrong > 0)
 
 
 if __name__ == "__main__":

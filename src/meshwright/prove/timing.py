@@ -193,8 +193,9 @@ def predicted_steps(c: Calibration, predicted: Ledger, placement: Placement) -> 
     for (name, step, microbatch), seconds in pass_seconds(c, predicted.entries, groups).items():
         key = stage_of.get(name, 0), step or 0, microbatch or 0
         stages[key] = max(stages.get(key, 0.0), seconds)
-    message_s = c.message_s if placement.layout.tp * placement.layout.pp > 1 else 0.0
-    ended = schedule(stages, placement.layout.pp, message_s)
+    layout = placement.layout
+    message_s = c.message_s if layout.tp * layout.pp * layout.cp > 1 else 0.0
+    ended = schedule(stages, layout.pp, message_s)
     times = [0.0, *(ended[key] for key in sorted(ended) if key[1] == 0)]
     return [b - a for a, b in pairwise(times)]
 
