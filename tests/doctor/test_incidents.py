@@ -87,6 +87,6 @@ def test_removed_dumps_and_wrapped_rings_never_mislead(name: str) -> None:
     for ring in (2, 30, 100):
         cut = {}
         for rank, data in dumps.items():
-            plain = pickle.loads(data)  # noqa: S301 - our own shared file
+            plain = pickle.loads(data)
             cut[rank] = pickle.dumps({**plain, "entries": plain["entries"][-ring:]}, protocol=2)
         assert _is_honest(_findings(cut, chance), guilty), ring

@@ -6,6 +6,7 @@ themselves are roots; ranks that wait for each other are a cycle. A hand-off wai
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -67,7 +68,8 @@ class _Work:
         self.out = Stall()
         self.partners: dict[tuple[int, int], set[int]] = {}
         self.last_p2p: dict[tuple[int, int], int] = {}
-        self.p2p_rows: dict[tuple[int, int, str, int], list[int]] = {}
+        self.p2p_rows: dict[tuple[int, int, str, int], array[int]] = {}
+        self.p2p_keys: dict[tuple[int, int], list[tuple[str, int]]] = {}
         self._absence: dict[tuple[int, int, bool], tuple[tuple[int, ...], ...]] = {}
         self.users: dict[int, list[int]] = {}
         for rank, rows in self.ranks.items():
@@ -89,7 +91,9 @@ class _Work:
                 self.last_p2p[key] = max(self.last_p2p.get(key, -1), rows.seq[row])
                 if kind.peer is not None:
                     self.partners.setdefault(key, set()).add(kind.peer)
-                    self.p2p_rows.setdefault((group, rank, kind.op, kind.peer), []).append(row)
+                    self.p2p_rows.setdefault((group, rank, kind.op, kind.peer), array("i")).append(row)
+        for group, rank, op, peer in self.p2p_rows:
+            self.p2p_keys.setdefault((group, rank), []).append((op, peer))
 
     def _counts_hand_offs(self, rows: Rows, group: int) -> bool | None:
         """Whether a rank's counter of a group counts hand-offs; None where that cannot be told."""
@@ -186,7 +190,7 @@ class _Work:
                 came = reach >= rows.seq[row] and self._complements(peer, group, rows.seq[row], op)
                 return (() if came else (peer,)), ()
         other = self.ranks[peer]
-        theirs = self.p2p_rows.get((group, peer, op, place), [])
+        theirs = self.p2p_rows.get((group, peer, op, place), array("i"))
         if not other.active_only and not rows.active_only and self._whole(rows) and self._whole(other):
             mine = self.p2p_rows[group, rank, kind.op, kind.peer]
             return (() if mine.index(row) < len(theirs) else (peer,)), ()
@@ -196,8 +200,8 @@ class _Work:
     def _complements(self, peer: int, group: int, seq: int, op: str) -> bool:
         """Whether the other side's hand-off of this number is the matching one, as far as it is recorded."""
         rows, found = self.ranks[peer], False
-        for (of, rank, kind, _), places in self.p2p_rows.items():
-            if of == group and rank == peer and any(rows.seq[i] == seq for i in places):
+        for kind, place in self.p2p_keys.get((group, peer), ()):
+            if any(rows.seq[i] == seq for i in reversed(self.p2p_rows[group, peer, kind, place])):
                 found = True
                 if kind == op:
                     return True
