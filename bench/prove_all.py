@@ -1,7 +1,9 @@
 """Run every test, the slow ones in full, and write what happened: ``bench/results/prove_all.json``.
 
 ``make prove-all`` calls it. The file names commit, date and machine, so that a count of 2,000 round trips or a proof of
-a real checkpoint can be looked up without running it again.
+a real checkpoint can be looked up without running it again. Compositions of axes that were proven are listed one by one
+(``tests/runtime/test_compositions.py`` notes them): model, layout, ranks, entries and products compared, worst distance
+of a logit.
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ from bench.speed import commit, machine
 RESULTS = Path(__file__).with_name("results") / "prove_all.json"
 #: Longest tests that are listed.
 LISTED = 25
+#: Begins the name of a property by which a test says what it proved.
+COMPOSITION = "composition "
 
 
 def summary(report: Path) -> dict[str, object]:
-    """Counts, failures, skips with their reasons, and the longest tests of a JUnit file that pytest wrote."""
+    """Counts, failures, skips with their reasons, longest tests and proven compositions of pytest's JUnit file."""
     cases = list(ET.parse(report).getroot().iter("testcase"))
     failed, skipped = [], Counter[str]()
     times: list[tuple[float, str]] = []
+    proven: dict[str, dict[str, object]] = {}
     for case in cases:
         name = f"{case.get('classname', '')}::{case.get('name', '')}"
         times.append((float(case.get("time", 0)), name))
@@ -34,12 +39,25 @@ def summary(report: Path) -> dict[str, object]:
             failed.append(name)
         elif (skip := case.find("skipped")) is not None:
             skipped[str(skip.get("message", ""))] += 1
+        elif facts := composition(case):
+            proven.setdefault(f"{facts.get('model')} {facts.get('layout')}", facts)
     return {
         "passed": len(cases) - len(failed) - sum(skipped.values()),
         "failed": failed,
         "skipped": dict(sorted(skipped.items())),
+        "compositions": [proven[key] for key in sorted(proven)],
         "longest_s": [[name, round(seconds, 1)] for seconds, name in sorted(times, reverse=True)[:LISTED]],
     }
+
+
+def composition(case: ET.Element) -> dict[str, object]:
+    """What a test noted of the composition it proved; numbers as numbers."""
+    facts: dict[str, object] = {}
+    for row in case.iterfind("properties/property"):
+        name, value = row.get("name", ""), row.get("value", "")
+        if name.startswith(COMPOSITION):
+            facts[name.removeprefix(COMPOSITION)] = int(value) if value.isdigit() else value
+    return facts
 
 
 def main() -> int:

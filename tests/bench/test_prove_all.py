@@ -15,6 +15,21 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
+PROVEN = """<testsuites><testsuite>
+<testcase classname="a" name="one" time="1.5"><properties><property name="composition model" value="llama"/>
+<property name="composition layout" value="tp=2,pp=2"/><property name="composition world" value="4"/>
+<property name="other" value="7"/></properties></testcase>
+<testcase classname="a" name="two" time="1.5"><properties><property name="composition model" value="even"/>
+<property name="composition layout" value="tp=8"/></properties><failure message="no"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_lists_what_was_proven_and_nothing_that_failed(tmp_path: Path) -> None:
+    path = tmp_path / "report.xml"
+    path.write_text(PROVEN)
+    assert summary(path)["compositions"] == [{"model": "llama", "layout": "tp=2,pp=2", "world": 4}]
+
+
 def test_counts_failures_skips_and_the_longest(tmp_path: Path) -> None:
     path = tmp_path / "report.xml"
     path.write_text(REPORT)
