@@ -18,6 +18,8 @@ from meshwright.doctor.readers.watchdog import reports, watchdog
 MAX_FRAMES = 200
 #: A block ends after this many of its own lines.
 MAX_LINES = 600
+#: Lines of other processes to wait for a chained traceback; every line costs while a block is open.
+PATIENCE_FOR_CHAIN = 100
 
 _EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120})(?:: ?(?P<message>.*))?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -45,7 +47,12 @@ CONSEQUENCES = (
 
 
 class Block:
-    """Lines of one process that belong together."""
+    """Lines of one process that belong together.
+
+    ``patience``: lines of other processes after which a block that waits for its next line is closed.
+    """
+
+    patience = 3000
 
     def __init__(self, prefix: Prefix, line: int, facts: FileFacts) -> None:
         self.prefix = prefix
@@ -104,6 +111,7 @@ class Traceback(Block):
             return True
         if text.startswith("Traceback (most") and self._follows:
             self._over, self.frames, self.line, self.lines = False, [], line, 0
+            self.patience = Block.patience
             return True
         return False
 
@@ -121,7 +129,7 @@ class Traceback(Block):
         self.prefix.rest = f"{name}: {message}" if message else name
         same = (name, message[:120], data.get("call_site"))
         self.facts.add("exception", self.prefix, self.line, data, text=self.prefix.rest, same=same)
-        self._over = True
+        self._over, self.patience = True, PATIENCE_FOR_CHAIN
 
     def close(self) -> None:
         """A traceback cut off before its exception is still a place where the rank was."""

@@ -32,8 +32,6 @@ NAME = "log"
 PIECE = 1 << 20
 #: Bytes of a line that are looked at; nothing of interest stands behind them.
 MAX_LINE = 8192
-#: Lines of other processes after which a block that waits for its next line is closed.
-PATIENCE = 3000
 #: Blocks open at once (one a process); the oldest is closed for a new one.
 MAX_OPEN = 4096
 #: Lines at the start whose tags are looked at whatever they say.
@@ -200,6 +198,9 @@ class _Scan:
         if not prefix.c10 and (tag := _TAG.search(prefix.rest)):
             inner = peel(prefix.rest[tag.start() :], self._clock)
             inner.stream, inner.local_rank, inner.task = prefix.stream, prefix.local_rank, prefix.task
+            inner.pid, inner.host = prefix.pid, prefix.host
+            if prefix.zoned:
+                inner.at, inner.zoned = prefix.at, True
             return inner
         return prefix
 
@@ -226,7 +227,7 @@ class _Scan:
         """Offer the line to the block of its process."""
         key = prefix.key
         block = self._open.get(key)
-        if self._number % 256 == 0:
+        if self._number % 64 == 0:
             self._expire()
         if block is None or (prefix.c10 and prefix.rank != block.prefix.rank):
             return False
@@ -246,7 +247,7 @@ class _Scan:
         self._seen[block.key] = self._number
 
     def _expire(self) -> None:
-        for key in [k for k in self._open if self._number - self._seen[k] > PATIENCE]:
+        for key in [k for k, b in self._open.items() if self._number - self._seen[k] > b.patience]:
             self._open.pop(key).close()
 
     def _message(self, prefix: Prefix, buffer: bytes, start: int) -> None:

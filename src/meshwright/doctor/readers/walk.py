@@ -98,7 +98,12 @@ class Walk:
         """Read what is read faster together."""
         for reader, sources in self._later.values():
             self._at = sources[0].name
-            many_of(reader)(sources, self._incident)
+            try:
+                many_of(reader)(sources, self._incident)
+            except InputError as error:
+                self._incident.lack(str(error))
+            except Exception as error:
+                self._incident.lack(f"{sources[0].name} and its like: {BUG} ({type(error).__name__}: {error})")
 
     def _say_unknown(self) -> None:
         if self._unknown:
