@@ -6,10 +6,11 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from meshwright.cli.parse import seconds
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ def doctor(
     reproduce: Path | None = _REPRODUCE,
     redact: bool = typer.Option(False, "--redact", help="Take tokens, keys, hosts and paths out of what is written."),
     how: bool = typer.Option(False, "--how", help="What to set before the next run."),
+    ladder: bool = typer.Option(
+        False, "--ladder", help="Climb from two ranks and one element upwards, on this machine."
+    ),
+    backend: str = typer.Option("gloo", "--backend", help="Of the ladder: gloo (CPU), nccl (a device a rank)."),
+    world: int = typer.Option(2, "--world", help="Ranks of the ladder."),
+    timeout: str = typer.Option("120s", "--timeout", help="Bound on the ladder."),
 ) -> None:
     """Read what a hanging job left and say who is to blame, and where. Exit 0: healthy, 1: a finding, 2: bad input."""
     if how:
@@ -37,6 +44,8 @@ def doctor(
 
         typer.echo(as_text())
         return
+    if ladder:
+        _ladder(world, backend, seconds(timeout, "--timeout"), as_json)
     if path is None:
         raise InputError("doctor needs what the job left: meshwright doctor FOLDER (or --how: what to set beforehand)")
     from meshwright.doctor.hang import diagnose
@@ -70,6 +79,24 @@ def doctor(
         if shown is not None:
             typer.echo(f"\nReproduction: {shown['says']} ({shown['program']})")
     raise typer.Exit(0 if findings[0].kind == "healthy" else 1)
+
+
+def _ladder(world: int, backend: str, limit_s: float, as_json: bool) -> NoReturn:
+    """Climb, show, and leave with the exit code."""
+    from meshwright.cli.run import _need_torch
+
+    _need_torch()
+    from meshwright.doctor.climb import climb
+    from meshwright.report.ladder import as_json as plain
+    from meshwright.report.ladder import as_text as text
+    from meshwright.report.terminal import console
+
+    climbed = climb(world, backend, timeout_s=limit_s, say=lambda line: typer.echo(f"... {line}", err=True))
+    if as_json:
+        typer.echo(json.dumps(plain(climbed), indent=2))
+    else:
+        console().print(text(climbed))
+    raise typer.Exit(0 if climbed.passed else 1)
 
 
 def _reproduced(finding: Finding, incident: Incident, path: Path) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from meshwright.report.page import STYLE
 #: Ranks and calls that the picture shows.
 MAX_ROWS, MAX_COLUMNS = 64, 48
 CELL, LEFT, TOP = 18, 70, 40
+OWN_STYLE = """td{text-align:left}span.key{padding:.1rem .5rem;margin-right:.4rem;display:inline-block}
+svg text{font:11px system-ui,sans-serif;fill:#1d2330}"""
 COLOURS = ("#9ec3e6", "#a8d5b5", "#f2cf8b", "#cdb4e0", "#f0b3ac", "#b9d7d9", "#d9d2a6", "#c9cfda")
 
 
@@ -40,7 +42,7 @@ def page(findings: Sequence[Finding], incident: Incident) -> str:
     ]
     body = [
         "<!doctype html><meta charset=utf-8><title>meshwright doctor</title>",
-        f"<style>{STYLE} td{{text-align:left}} svg text{{font:11px system-ui,sans-serif;fill:#1d2330}}</style>",
+        f"<style>{STYLE}{OWN_STYLE}</style>",
         f'<h1>meshwright doctor</h1><p class="verdict {tone}">{lines}</p>',
         f"<p class=sub>{escape(read_line(incident))}</p>",
         _table(head, rows),
@@ -121,7 +123,7 @@ def _picture(finding: Finding, incident: Incident) -> str:
             drawn.append(f'<text x="{LEFT + x * CELL + 8}" y="{TOP - 8}" text-anchor="middle">#{number}</text>')
     drawn.append(f'<text x="{LEFT}" y="14">#{shown[0]} to #{shown[-1]} of {escape(str(finding.group))}</text>')
     legend = "".join(
-        f'<span style="background:{_colour(i)};padding:.1rem .5rem;margin-right:.4rem;display:inline-block">{escape(name)}</span>'
+        f'<span class=key style="background:{_colour(i)}">{escape(name)}</span>'
         for i, name in enumerate(names.values())
     )
     width, height = LEFT + len(shown) * CELL + 20, TOP + len(ranks) * CELL + 10
