@@ -159,6 +159,9 @@ class Recorder:
             if device not in by_device:
                 key = "CPU" if device == "meta" else device.upper()
                 by_device[device] = DispatchKeySet(getattr(DispatchKey, key, DispatchKey.CPU))
+            if device == "meta" and name == "alltoall_base_" and not args[1].numel():
+                # The fake backend refuses to receive where nothing is sent: it receives nothing.
+                args = (args[0][:0], *args[1:3], [0] * len(args[3]), *args[4:])
             out = op.redispatch(by_device[device], *args, **kwargs)
             self._watch(entry, out[-1] if isinstance(out, tuple) else out, device)
             return out
