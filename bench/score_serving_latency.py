@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.scoring import ScoreRow
+from bench.scoring import ScoreRow, summarize
 from bench.serving_rows import Pool, Run, family, read_runs
 from bench.serving_specs import cluster_for, cluster_of, place_pool
 from bench.serving_work import capacity, lengths, worker
 from meshwright.errors import MeshwrightError
-from meshwright.plan.serving_time import ServingTime, serving_time
+from meshwright.plan.serving_time import ServingTime, log_width, serving_time
 from meshwright.plan.serving_time_pools import Pool as Side
 from meshwright.plan.serving_time_pools import pool_time
 from meshwright.plan.serving_time_steps import Conditions
@@ -89,6 +89,12 @@ def rows(truth: Path) -> list[ScoreRow]:
             source = f"serving {run.mode}: {metric}"
             found.append(ScoreRow(source, run.family, name_of(run), metric, value, measured, "s", reason))
     return found
+
+
+def rows_with_peer(truth: Path) -> list[ScoreRow]:
+    """``rows``, and the peer beside them on the ids that it was asked where its answers are there."""
+    own = rows(truth)
+    return own + (peer_rows(truth, own) if (truth / PEER).is_file() else [])
 
 
 # -- TensorRT-LLM's offline throughput ------------------------------------------------------------------------------
@@ -172,3 +178,61 @@ def peer_rows(truth: Path, ours: Sequence[ScoreRow]) -> list[ScoreRow]:
             replace(row, source=f"{shared}: ours on the answered ones", predicted=row.predicted if text else None)
         )
     return found
+
+
+# -- left out, and intervals -----------------------------------------------------------------------------------------
+
+#: Fewer runs than this (the committed sample) are scored but not refitted.
+ENOUGH_RUNS = 400
+
+
+def by_system(truth: Path, scored: Sequence[ScoreRow]) -> list[str]:
+    """One line a model family, engine and system: median and 90th percentile of the absolute errors, in percent."""
+    runs, _ = read_runs(truth / FILE)
+    where = {name_of(r): f"{r.mode[:3]} {r.family} {r.engine} {r.system}" for r in runs}
+    groups: dict[str, dict[str, list[ScoreRow]]] = {}
+    for row in scored:
+        if row.name in where and ", ids" not in row.source:
+            groups.setdefault(where[row.name], {}).setdefault(row.metric, []).append(row)
+    lines = [f"{'mode, family, engine, system':44} {'runs':>5}  TPOT median    p90   TTFT median    p90"]
+    for group, metrics in sorted(groups.items()):
+        cells = []
+        for metric in ("TPOT", "TTFT"):
+            s = summarize(metrics[metric])
+            cells.append(f"{100 * (s.median or 0):11.1f} {100 * (s.p90 or 0):6.1f}")
+        lines.append(f"{group:44} {len(metrics['TPOT']):5d}  {cells[0]}   {cells[1]}")
+    return lines
+
+
+def held_out(truth: Path) -> list[str]:
+    """Errors with every family and every system left out of a refit, and how many of these rows the stated intervals
+    cover (``fit_serving --quick``)."""
+    from bench.fit_serving import left_out, table
+    from bench.serving_work import collect
+
+    runs, _ = read_runs(truth / FILE)
+    if len(runs) < ENOUGH_RUNS:
+        return [f"{len(runs)} runs are too few to refit; at least {ENOUGH_RUNS} are needed"]
+    counts = collect(runs)
+    lines = []
+    for what in ("family", "system"):
+        ttft, tpot = left_out(counts, lambda r, what=what: getattr(r, what), 6, 2)  # type: ignore[misc]
+        lines.append(table(f"serving, {what} left out of the fit", counts, ttft, tpot, lambda r: r.family))
+        lines += coverage(runs, {"ttft": ttft, "tpot": tpot})
+    return lines
+
+
+def coverage(runs: Sequence[Run], logs: Mapping[str, Sequence[float]]) -> list[str]:
+    """Share of rows whose measurement lies inside the interval around the left-out prediction, by family."""
+    groups: dict[str, dict[str, list[bool]]] = {}
+    for i, run in enumerate(runs):
+        moe = place_pool(run.model, run.precision, run.engine, worker(run.decode)).spec.moe is not None
+        for metric, residual in logs.items():
+            width = log_width(metric, run.mode, moe, "calibrated")
+            for group in (run.mode, f"{run.mode} {run.family}"):
+                groups.setdefault(group, {}).setdefault(metric, []).append(abs(residual[i]) <= width)
+    lines = ["share of these rows inside the stated 80 % intervals"]
+    for group, metrics in sorted(groups.items()):
+        shares = "  ".join(f"{m.upper()} {100 * sum(v) / len(v):5.1f} %" for m, v in sorted(metrics.items()))
+        lines.append(f"  {group:34} {len(metrics['tpot']):5d}  {shares}")
+    return lines

@@ -43,6 +43,8 @@ def step_seconds(c: Constants, counts: Counts) -> tuple[Array, Array, Array]:
     busiest = np.where(spread > 0, np.minimum(touched + c["imbalance"] * np.sqrt(touched), held), touched)
     read = read * np.where(experts > 0, busiest / np.maximum(experts, 1), 1.0)
     compute = compute * np.where(width > 0, 1 + c["ramp"] / np.maximum(width, 1), 1.0)
+    rows = k[:, 13]
+    compute = compute * np.where(rows > 0, 1 + c["tile"] / np.maximum(rows, 1e-3), 1.0)
     p = c["sharpness"]
     seconds = ((read / memory) ** p + (compute / effort) ** p) ** (1 / p) * count
     total = np.bincount(number, seconds, len(counts.steps))

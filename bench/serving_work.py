@@ -50,7 +50,7 @@ class Flat:
             self.kernels.append((
                 number, KINDS.index(k.kind), gen, k.moved_bytes / device.bandwidth_bytes_s,
                 k.flops / peak_flops(device, k.dtype), k.width, k.experts, k.held, k.spread, k.repeats,
-                k.dtype == "fp4" and not unpacked, unpacked, k.dtype == "f8_e4m3",
+                k.dtype == "fp4" and not unpacked, unpacked, k.dtype == "f8_e4m3", k.rows,
             ))  # fmt: skip
         for m in work.messages:
             c = curve(m.op, m.wiring, cluster)

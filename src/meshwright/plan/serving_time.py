@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import ceil, erf, inf, log, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.plan.serving_time_steps import (
     PROMPT_BUDGET,
@@ -100,10 +100,16 @@ def _widths() -> Mapping[str, Any]:
     return data
 
 
-def interval(value: float, metric: str, mode: str, word: Word) -> Seconds:
-    """A predicted time with its 80 % interval: ``metric`` ttft or tpot, ``mode`` aggregated or disaggregated."""
-    width = _widths()[metric][mode] * (1.0 if word == "calibrated" else _widths()["modelled"])
-    return spread(value, width, word) if value < inf else Seconds(inf, inf, inf, word)
+def log_width(metric: str, mode: str, moe: bool, word: Word) -> float:
+    """Half-width of the 80 % interval in log seconds: ``metric`` ttft or tpot, ``mode`` aggregated or disaggregated;
+    a mixture of experts is less certain than a dense model, and what is modelled than what was measured alike."""
+    width: float = _widths()[metric][mode]["experts" if moe else "dense"]
+    return width * (1.0 if word == "calibrated" else float(_widths()["modelled"]))
+
+
+def interval(value: float, metric: str, mode: str, moe: bool, word: Word) -> Seconds:
+    """A predicted time with its 80 % interval (see ``log_width``)."""
+    return spread(value, log_width(metric, mode, moe, word), word) if value < inf else Seconds(inf, inf, inf, word)
 
 
 def serving_time(
@@ -137,10 +143,10 @@ def serving_time(
         return timed_steps(placement, cluster, settings, workload, running, conditions, ranks)
 
     engine = engine_time(placement.profile.engine)
-    word = word_of(placement, cluster, engine)
+    basis = _Basis(engine, placement.spec.moe is not None, word_of(placement, cluster, engine))
     host = Host(engine.request_s, conditions.poll_steps / 2 + conditions.dp_wait_steps, constants()["queue"])
     if workload.rate is not None:
-        return _at_rate(workload, workload.rate / replicas, replicas, capacity, host, engine, word, steps)
+        return _at_rate(workload, workload.rate / replicas, replicas, capacity, host, basis, steps)
     asked = (workload.concurrency or max(replicas, max_requests)) / replicas
     running = max(1, min(ceil(asked), capacity))
     found = steps(running)
@@ -149,9 +155,17 @@ def serving_time(
     inside = times.ttft - times.place_wait + max(workload.osl - 1, 1) * times.tpot
     rounds = times.round if load.cluster == 0 else times.burst
     return _result(
-        workload, found, times, engine, word, running * replicas / inside, running, asked, capacity,
+        workload, found, times, basis, running * replicas / inside, running, asked, capacity,
         _points(found, times, load.lockstep), sqrt(max(times.interference * rounds, 0.0) / workload.osl), True,
     )  # fmt: skip
+
+
+class _Basis(NamedTuple):
+    """What constants and intervals rest on: host constants, whether experts are mixed, how sure the times are."""
+
+    engine: EngineTime
+    moe: bool
+    word: Word
 
 
 def _load(
@@ -176,8 +190,7 @@ def _at_rate(
     replicas: int,
     capacity: int,
     host: Host,
-    engine: EngineTime,
-    word: Word,
+    basis: _Basis,
     steps: Callable[[int], StepSet],
 ) -> ServingTime:
     """Random arrivals at ``rate`` a replica: requests inside by Little's law, prompts wait as in an M/D/1 queue.
@@ -188,19 +201,19 @@ def _at_rate(
     """
     running, found = 1, steps(1)
     for _ in range(LITTLE_ROUNDS):
-        times, busy = _open(found, rate, workload, host, engine)
+        times, busy = _open(found, rate, workload, host, basis.engine)
         wanted = rate * workload.osl * times.tpot if busy < 1 else inf
         following = max(1, min(ceil(wanted), capacity) if wanted < inf else capacity)
         if following == running:
             break
         running, found = following, steps(following)
-    times, busy = _open(found, rate, workload, host, engine)
+    times, busy = _open(found, rate, workload, host, basis.engine)
     stable = busy < 1 and rate * workload.osl * times.tpot <= capacity + 1
     if not stable:
         times = times._replace(ttft=inf)
     best = min(rate, capacity / max(workload.osl * times.tpot, 1e-12)) if busy < 1 else 1.0 / times.round
     return _result(
-        workload, found, times, engine, word, (rate if stable else best) * replicas, running, float(running), capacity,
+        workload, found, times, basis, (rate if stable else best) * replicas, running, float(running), capacity,
         _points(found, times, 0.0) if stable else (inf,),
         sqrt(max(times.interference * times.round, 0.0) / workload.osl), stable,
     )  # fmt: skip
@@ -242,8 +255,7 @@ def _result(
     workload: Serve,
     found: StepSet,
     t: Times,
-    engine: EngineTime,
-    word: Word,
+    basis: _Basis,
     rate: float,
     running: int,
     asked: float,
@@ -255,7 +267,8 @@ def _result(
     each = found.steps.dec / found.decode.seconds
     tpot_parts = [(name, found.decode.of(name) * each) for name in PARTS]
     tpot_parts.append(("prefill interference", t.interference))
-    request, s = engine.request_s, found.steps
+    request, s = basis.engine.request_s, found.steps
+    moe, word = basis.moe, basis.word
     own = t.ttft - t.prompt_wait - t.place_wait - request if t.ttft < inf else t.round
     ttft_parts = (
         ("prefill", min(own, s.prompt + s.fill)),
@@ -265,10 +278,10 @@ def _result(
         ("queue for a place", t.place_wait),
     )
     tokens = rate * workload.osl
-    width = interval(1.0, "tpot", "aggregated", word)
+    width = interval(1.0, "tpot", "aggregated", moe, word)
     return ServingTime(
-        ttft=interval(t.ttft, "ttft", "aggregated", word),
-        tpot=interval(t.tpot, "tpot", "aggregated", word),
+        ttft=interval(t.ttft, "ttft", "aggregated", moe, word),
+        tpot=interval(t.tpot, "tpot", "aggregated", moe, word),
         tokens_per_s=Seconds(tokens, tokens * width.low, tokens * width.high, word),
         requests_per_s=rate,
         running=running,

@@ -78,6 +78,7 @@ def pool_time(
     t = pools(timed.steps._replace(prompt=prompt), users, lanes, replicas, workload.osl, timed.transfer_s, host, burst)
     rate = users / (t.ttft + max(workload.osl - 1, 1) * t.tpot)
     word = weakest(word_of(p.placement, p.cluster, engine) for p in (prefill, decode))
+    moe = decode.placement.spec.moe is not None
     own = max(prompt, timed.steps.floor)
     parts = (
         ("prefill", own),
@@ -87,10 +88,10 @@ def pool_time(
     )
     of = timed.decode
     tokens = rate * workload.osl
-    width = interval(1.0, "tpot", "disaggregated", word)
+    width = interval(1.0, "tpot", "disaggregated", moe, word)
     return ServingTime(
-        ttft=interval(t.ttft, "ttft", "disaggregated", word),
-        tpot=interval(t.tpot, "tpot", "disaggregated", word),
+        ttft=interval(t.ttft, "ttft", "disaggregated", moe, word),
+        tpot=interval(t.tpot, "tpot", "disaggregated", moe, word),
         tokens_per_s=Seconds(tokens, tokens * width.low, tokens * width.high, word),
         requests_per_s=rate,
         running=max(1, round(t.running)),

@@ -33,6 +33,7 @@ class Kernel(NamedTuple):
         kind: shape class (``compute.ShapeClass``). dtype: of the weights.
         moved_bytes, flops: of one run. width: narrower side of a product's weight, 0 for other ops.
         experts, held: experts whose weights are read, and those that the rank holds (0: no experts).
+        rows: tokens that each of them multiplies (0: no experts).
         spread: the experts lie on several ranks, so that the busiest one decides.
         part: what the time is shown as: weights, experts, attention, other.
         repeats: in the step.
@@ -45,6 +46,7 @@ class Kernel(NamedTuple):
     width: float
     experts: int
     held: int
+    rows: float
     spread: bool
     part: str
     repeats: int
@@ -255,6 +257,7 @@ def _add(
                 op_width(op),
                 experts,
                 held if experts else 0,
+                op.shapes[0][0] / experts if experts else 0.0,
                 spread,
                 _part(op, kind),
                 count * op.repeats,

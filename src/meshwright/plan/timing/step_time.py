@@ -87,6 +87,8 @@ def kernel_seconds(k: Kernel, e: Efficiency, rate: float, peak: float) -> float:
             read = min(read + c["imbalance"] * read**0.5, k.held)
         moved = moved * read / k.experts
     top = peak * e.compute
+    if k.rows:
+        top /= 1.0 + c["tile"] / k.rows
     if k.width:
         top /= 1.0 + e.ramp / k.width
     found: float = roofline(moved, k.flops, rate * e.memory, top, c["sharpness"])
