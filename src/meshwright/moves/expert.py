@@ -95,6 +95,7 @@ def counted(chosen: Sequence[Sequence[int]], experts: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
+@lru_cache(maxsize=1 << 12)
 def round_robin(low: int, high: int, experts: int) -> tuple[int, ...]:
     """Rows for every expert when choice number i of a pass goes to expert ``i % experts``, for choices low to high."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,18 +42,27 @@ class ExpertLog:
     chosen: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
 
+#: Phase, step and micro-batch of a pass.
+Pass = tuple[str | None, int | None, int | None]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerLoad:
     """One layer over a whole generation.
 
     Attributes:
         layer: its number.
-        experts: rows of every expert, each row counted once. ranks: rows that every rank worked on, by rank.
+        passes: rows of every expert in each pass, each row counted once. ranks: rows that a rank worked on, by rank.
     """
 
     layer: int
-    experts: tuple[int, ...]
+    passes: Mapping[Pass, tuple[int, ...]]
     ranks: Mapping[int, int]
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Rows of every expert in all passes."""
+        return tuple(map(sum, zip(*self.passes.values(), strict=True)))
 
     @property
     def expert_skew(self) -> float:
@@ -78,21 +88,20 @@ def load_table(loads: Iterable[tuple[int, bool, Sequence[Load]]]) -> list[LayerL
         loads: of every rank its number, whether its experts count (False where another rank holds the rest of the same
             experts and counts already), and its loads.
     """
-    experts: dict[int, dict[int, int]] = {}
-    ranks: dict[int, dict[int, int]] = {}
+    passes: dict[int, dict[Pass, Counter[int]]] = {}
+    ranks: dict[int, Counter[int]] = {}
     for rank, counts, rows in loads:
         for load in rows:
-            busy = ranks.setdefault(load.layer, {})
-            busy[rank] = busy.get(rank, 0) + sum(load.rows)
+            ranks.setdefault(load.layer, Counter())[rank] += sum(load.rows)
             if counts:
-                of = experts.setdefault(load.layer, {})
-                for number, n in enumerate(load.rows, load.first):
-                    of[number] = of.get(number, 0) + n
-    out = []
-    for layer in sorted(ranks):
-        by = experts.get(layer, {})
-        out.append(LayerLoad(layer, tuple(by[e] for e in sorted(by)), ranks[layer]))
-    return out
+                of = passes.setdefault(load.layer, {}).setdefault((load.phase, load.step, load.microbatch), Counter())
+                of.update(dict(enumerate(load.rows, load.first)))
+    table = []
+    for layer, of_pass in sorted(passes.items()):
+        experts = range(1 + max(e for of in of_pass.values() for e in of))
+        each = {at: tuple(of[e] for e in experts) for at, of in of_pass.items()}
+        table.append(LayerLoad(layer, each, dict(ranks[layer])))
+    return table
 
 
 def table_of(placement: Placement, loads: Sequence[Sequence[Load]]) -> list[LayerLoad]:
@@ -123,6 +132,10 @@ def as_plain(table: Sequence[LayerLoad]) -> list[dict[str, object]]:
         {
             "layer": row.layer,
             "experts": list(row.experts),
+            "passes": [
+                {"phase": phase, "step": step, "microbatch": microbatch, "experts": list(rows)}
+                for (phase, step, microbatch), rows in row.passes.items()
+            ],
             "ranks": {str(rank): n for rank, n in row.ranks.items()},
             "busiest_expert_over_mean": round(row.expert_skew, 3),
             "busiest_rank_over_mean": round(row.rank_skew, 3),
