@@ -127,7 +127,10 @@ class Logs:
                     scan.lines(tail)
                     tail = b""
                 continue
-            scan.lines(tail + piece[:cut])
+            first = piece.find(b"\n") + 1 if tail else 0
+            if tail:
+                scan.lines(tail + piece[:first])
+            scan.lines(piece, first, cut)
             tail = piece[cut:]
         if tail:
             scan.lines(tail)
@@ -145,17 +148,19 @@ class _Scan:
         self._seen: dict[str, int] = {}
         self._number = 1
         self._before: list[bytes] = []
+        self._from = 0
         self._whole_until = 0
         self._needles: tuple[bytes, ...] = NEEDLES
 
-    def lines(self, buffer: bytes) -> None:
-        """Read whole lines."""
+    def lines(self, buffer: bytes, start: int = 0, end: int | None = None) -> None:
+        """Read whole lines, those between ``start`` and ``end`` (no copy is made of them)."""
         if self._number == 1:
             self._sample(buffer)
-        hits = _hits(buffer, self._needles)
-        following = iter(hits)
+        end = len(buffer) if end is None else end
+        self._from = start
+        following = iter(_hits(buffer, self._needles, start, end))
         hit = next(following, -1)
-        pos, counted, end = 0, 0, len(buffer)
+        pos, counted = start, start
         while pos < end:
             if not self._open and self._number >= self._whole_until:
                 while 0 <= hit < pos:
@@ -163,14 +168,15 @@ class _Scan:
                 if hit < 0:
                     break
                 pos = buffer.rfind(b"\n", pos, hit) + 1 or pos
-            stop = buffer.find(b"\n", pos)
+            stop = buffer.find(b"\n", pos, end)
             stop = end if stop < 0 else stop
             self._number += buffer.count(b"\n", counted, pos)
             counted = pos
             self._line(buffer, pos, stop)
             pos = stop + 1
         self._number += buffer.count(b"\n", counted, end)
-        self._before = buffer[-2048:].splitlines()[-LINES_BEFORE:]
+        self._before += buffer[max(start, end - 2048) : end].splitlines()
+        del self._before[:-LINES_BEFORE]
 
     def finish(self) -> None:
         """Close what is still open."""
@@ -278,9 +284,9 @@ class _Scan:
         self._facts.add("exception", prefix, self._number, data, same=(match["type"], match["message"][:120]))
 
     def _lines_before(self, buffer: bytes, start: int) -> list[str]:
-        lines = buffer[max(0, start - 2048) : start].splitlines()[-LINES_BEFORE:]
+        lines = buffer[max(self._from, start - 2048) : start].splitlines()[-LINES_BEFORE:]
         if len(lines) < LINES_BEFORE:
-            lines = self._before + lines
+            lines = [*self._before, *lines][-LINES_BEFORE:]
         return [peel(raw[:MAX_LINE].decode("utf-8", "replace"), self._clock).rest for raw in lines]
 
 
@@ -317,16 +323,16 @@ def _pieces(stream: BinaryIO) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def _hits(buffer: bytes, needles: tuple[bytes, ...]) -> list[int]:
+def _hits(buffer: bytes, needles: tuple[bytes, ...], start: int, end: int) -> list[int]:
     """Where needles occur, ascending, at most one place a needle and line."""
     found: list[int] = []
     for needle in needles:
-        at = buffer.find(needle)
+        at = buffer.find(needle, start, end)
         while at >= 0:
             found.append(at)
-            line_end = buffer.find(b"\n", at)
+            line_end = buffer.find(b"\n", at, end)
             if line_end < 0:
                 break
-            at = buffer.find(needle, line_end)
+            at = buffer.find(needle, line_end, end)
     found.sort()
     return found
