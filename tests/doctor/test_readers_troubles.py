@@ -68,6 +68,24 @@ def test_table_behind_tags(tmp_path: Path, tag: str) -> None:
     assert [f.rank for f in found if f.data.get("launcher")] == [6]
 
 
+def test_table_and_crash_as_torch_2_13_prints_them(tmp_path: Path) -> None:
+    """The crash and its stack carry no tag; the rank that was only told to end does."""
+    crash = [
+        "Fatal Python error: Segmentation fault",
+        "",
+        "Current thread 0x00007f3517c96b80 (most recent call first):",
+    ]
+    crash += ['  File "/w/t.py", line 11 in <module>', ""]
+    table = [
+        line.replace("(pid: 20694)", "(pid: 20694)  (SIGSEGV)")
+        for line in make.torchrun_table(1, 1, 20694, -11, "SIGSEGV")
+    ]
+    incident = read(tmp_path, [*crash, "[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:60615", *table])
+    ranks = {(f.kind, f.rank) for f in incident.facts}
+    assert {("killed", 1), ("stack", None), ("gloo_error", 0)} <= ranks
+    assert ("killed", 0) not in ranks
+
+
 def test_table_across_a_piece_of_the_file(tmp_path: Path) -> None:
     from meshwright.doctor.readers.text import PIECE
 

@@ -17,8 +17,8 @@ from meshwright.doctor.readers.prefix import Prefix
 FIRST_KEPT, LAST_KEPT = 24, 8
 #: Kinds of which a healthy process writes many.
 _KEPT = {"comm_init": (256, 8), "exception": (8, 4), "stack": (64, 8), "nccl_info": (32, 4)}
-#: Distinct pairs of kind and process per file; beyond them facts are only counted.
-MAX_BUCKETS = 300_000
+#: Facts held of one file; beyond them no further process is taken up, and each keeps only its last ones.
+MAX_DRAFTS = 400_000
 #: Distinct launcher tags followed per file.
 MAX_STREAMS = 100_000
 
@@ -69,6 +69,7 @@ class FileFacts:
         self._streams: dict[str, int | None] = {}
         self._offsets: set[int] = set()
         self._tasks: set[bool] = set()
+        self._kept = 0
         self._overflow = 0
         self._distinct: bool | None = None
 
@@ -103,7 +104,7 @@ class FileFacts:
         key = (kind, prefix.rank if prefix.rank is not None else prefix.stream)
         bucket = self._buckets.get(key)
         if bucket is None:
-            if len(self._buckets) >= MAX_BUCKETS:
+            if self._kept >= MAX_DRAFTS:
                 self._overflow += 1
                 return None
             bucket = self._buckets[key] = _Bucket()
@@ -112,13 +113,15 @@ class FileFacts:
             return held
         draft = Draft(kind, prefix, prefix.rest if text is None else text, line, data or {}, prefix.at)
         first, last = _KEPT.get(kind, (FIRST_KEPT, LAST_KEPT))
-        if len(bucket.first) < first:
+        self._kept += 1
+        if len(bucket.first) < first and self._kept <= MAX_DRAFTS:
             bucket.first.append(draft)
         else:
             bucket.last.append(draft)
             if len(bucket.last) > last:
                 bucket.last.popleft()
                 bucket.dropped += 1
+                self._kept -= 1
         if same is not None and len(bucket.seen) < first + last:
             bucket.seen[same] = draft
         return draft
