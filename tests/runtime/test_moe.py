@@ -122,6 +122,7 @@ def test_the_load_table_counts_a_shared_expert_once() -> None:
     ]
     (row,) = load_table(loads)
     assert (row.layer, row.experts, row.ranks) == (4, (4, 5, 1), {0: 4, 1: 6, 2: 6})
+    assert row.passes == {("prefill", 0, 0): (3, 5, 1), ("decode", 1, 0): (1, 0, 0)}
     assert row.expert_skew == pytest.approx(1.5)
     assert row.rank_skew == pytest.approx(18 / 16)
     assert summary([row]) == "experts: the busiest took 1.50 x the mean (layer 4), the busiest rank 1.12 x (layer 4)"
