@@ -40,7 +40,7 @@ class Outcome:
         steps: optimizer steps that were done.
         operations: collectives and hand-offs that were matched.
         world: number of ranks.
-        seconds: ``start``, ``import`` and ``run``.
+        seconds: ``start``, ``import``, ``run``, and ``cpu``, the CPU time of the run over all processes.
         tail: last lines that the guilty rank printed.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import os
 import resource
 import runpy
@@ -193,7 +192,6 @@ def _spawn(place: Place) -> None:
 
 def _run(place: Place) -> None:
     """The script as ``python script.py`` runs it."""
-    gc.collect()
     if place.is_module:
         sys.argv = [place.script, *place.args]
         sys.path.insert(0, os.getcwd())

@@ -80,7 +80,7 @@ _SAME = frozenset({Tensor.cuda, Tensor.pin_memory})
 
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 #: What a tensor says of its device.
-_WHERE = frozenset({_IS_CUDA, Tensor.device.__get__})  # type: ignore[attr-defined]
+_WHERE = frozenset({_IS_CUDA, Tensor.device.__get__})
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
