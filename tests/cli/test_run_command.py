@@ -75,7 +75,7 @@ def test_a_tokenizer_turns_text_into_ids_and_back(folder: Path, tmp_path: Path) 
         (("--prompt-ids", "1", "--max-new-tokens", "256"), "exceed the 256 positions"),
         (("--prompt-ids", "1", "--max-new-tokens", "0"), "--max-new-tokens 0 is out of range"),
         (("--prompt-ids", "1", "--chunk", "0"), "chunk is 0; at least 1"),
-        (("--prompt-ids", "1", "--layout", "tp=2,cp=2"), "does not execute cp yet"),
+        (("--prompt-ids", "1", "--layout", "tp=2,dcp=2"), "does not execute dcp yet"),
         (("--prompt-ids", "1", "--layout", "tp=4"), "3 KV heads can neither be divided nor replicated"),
         (("--prompt-ids", "1", "--layout", "pp=6"), "5 layers"),
         (("--prompt-ids", "1", "--layout", "tp=x"), "not a whole number"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,14 +55,17 @@ def generate(
     limit_s = seconds(timeout, "--timeout")
     _need_torch()
     from meshwright.runtime.job import Sampling
+    from meshwright.runtime.launch.local import server_ahead
+    from meshwright.runtime.launch.torchrun import started_by_torchrun
     from meshwright.runtime.tokenizer import encode
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    ids = (encode(model, prompt) if prompt else []) + [_ids(text) for text in prompt_ids]
-    if not 1 <= len(ids) <= MAX_PROMPTS:
-        raise InputError(f"{len(ids)} prompts; give 1 to {MAX_PROMPTS} with --prompt or --prompt-ids")
     options = {"sampling": sampling, "micro_batches": micro_batches, "chunk": chunk}
-    job = _job(model, layout, ids, max_new_tokens, options, dtype, device)
+    with nullcontext() if started_by_torchrun() else server_ahead():
+        ids = (encode(model, prompt) if prompt else []) + [_ids(text) for text in prompt_ids]
+        if not 1 <= len(ids) <= MAX_PROMPTS:
+            raise InputError(f"{len(ids)} prompts; give 1 to {MAX_PROMPTS} with --prompt or --prompt-ids")
+        job = _job(model, layout, ids, max_new_tokens, options, dtype, device)
     results = _launch(job, limit_s, port)
     if results is not None:
         _show(job, results, model, as_json)

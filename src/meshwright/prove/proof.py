@@ -31,7 +31,7 @@ from meshwright.ledger.schema import Ledger
 from meshwright.prove.predict import ENGINE, Request, predict_apart
 from meshwright.prove.timing import Timing, timing_of
 from meshwright.runtime.folder import read_folder
-from meshwright.runtime.launch.local import MAX_LOCAL_RANKS, RankError, run_local
+from meshwright.runtime.launch.local import MAX_LOCAL_RANKS, RankError, run_local, start_server
 from meshwright.runtime.loads import LayerLoad, as_plain, load_table
 from meshwright.runtime.models.settings import check_runnable
 from meshwright.runtime.mutate import mutation
@@ -185,6 +185,7 @@ def prove(
             reference = run_local(run_proof, 1, (alone,), timeout_s)[0]
         if spec.moe is not None:
             request = replace(request, routing=routing_of(numbers))
+        start_server()
         say("predicting, in a process that cannot import torch")
         with timed(proof, "prediction"):
             proof.predicted = predict_apart(request, Path(scratch) / "predicted.jsonl", timeout_s)

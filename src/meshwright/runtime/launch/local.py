@@ -8,9 +8,11 @@ and its number is passed on, so that two launches never race for one.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -103,6 +105,24 @@ def start_server(more: Sequence[str] = ()) -> ForkServerContext:
     context.set_forkserver_preload(["meshwright.runtime.launch.rank", "meshwright.runtime.generate", *more])
     forkserver.ensure_running()
     return context
+
+
+@contextmanager
+def server_ahead() -> Iterator[None]:
+    """Start the server before what it is for is known to be right; a refusal inside ends it and leaves no process."""
+    running = _server_pid()
+    start_server()
+    try:
+        yield
+    except MeshwrightError:
+        pid = _server_pid()
+        if running is None and pid is not None:
+            os.kill(pid, signal.SIGKILL)
+        raise
+
+
+def _server_pid() -> int | None:
+    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined, no-any-return]
 
 
 def _start(*args: Any) -> None:
