@@ -19,7 +19,7 @@ STATES = ("scheduled", "started", "completed", "unknown")
 MAX_TEXT = 400
 MAX_FACTS = 200_000
 MAX_LACKS = 500
-MAX_RANK = 1 << 24
+MAX_RANK = 1 << 20
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from meshwright.doctor.incident import Frame, Incident, Trace, user_frame
+from meshwright.doctor.incident import MAX_RANK, Frame, Incident, Trace, user_frame
 from meshwright.ledger import stall
 from meshwright.ledger.lanes import Lanes
 from meshwright.ledger.matching import Call
@@ -19,7 +19,7 @@ class View:
     @cached_property
     def world(self) -> tuple[int, ...]:
         """All global ranks that are known of."""
-        ranks = set(self.incident.traces) | set(range(self.incident.world or 0))
+        ranks = set(self.incident.traces) | set(range(min(self.incident.world or 0, MAX_RANK)))
         return tuple(sorted(ranks))
 
     @cached_property

@@ -181,9 +181,7 @@ def _lacks(dumps: Sequence[Dump], ranks: dict[int, int], origin: dict[int, str],
     for place in sorted(ranks):
         if origin[place] == "nothing":
             incident.lack(f"{dumps[place].name}: neither content nor file name says which rank wrote it")
-    world = 0
-    for dump in dumps:
-        for number in (*dump.config, *set(dump.columns["group"])):
-            world = max(world, *incident.groups[number].members[-1:], -1) if incident.groups[number].members else world
+    groups = {n for dump in dumps for n in (*dump.config, *dump.columns["group"])}
+    world = max([len(incident.groups[n].members) for n in groups] + [rank + 1 for rank in ranks.values()], default=0)
     if world:
-        incident.world = max(incident.world or 0, world + 1)
+        incident.world = max(incident.world or 0, world)

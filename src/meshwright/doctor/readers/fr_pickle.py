@@ -28,6 +28,14 @@ MAX_TUPLES = 20_000
 _TUPLE_CODES = (b"\x85", b"\x86", b"\x87", b"t")
 
 
+class _Input:
+    """The bytes as a file: with ``peek`` for speed, and without ``readinto``, which fails noisily on cut buffers."""
+
+    def __init__(self, data: bytes) -> None:
+        file = io.BufferedReader(io.BytesIO(data), 1 << 17)  # type: ignore[arg-type]
+        self.read, self.readline, self.peek = file.read, file.readline, file.peek
+
+
 class _Plain(pickle.Unpickler):
     """Knows no class, no persistent object."""
 
@@ -76,7 +84,7 @@ def loads(data: bytes, where: str) -> Any:
     gc.disable()
     try:
         with memory_limit(SPARE_BYTES + BYTES_PER_BYTE * len(data)):
-            return _Plain(io.BufferedReader(io.BytesIO(data), 1 << 17)).load()  # type: ignore[arg-type]
+            return _Plain(_Input(data)).load()
     except MemoryError:
         raise InputError(
             f"{where}: unfolds to more than {BYTES_PER_BYTE} bytes a byte; not a recorder's dump"

@@ -133,7 +133,8 @@ def members_of(value: Any, tables: Tables) -> tuple[int, ...]:
             words = [w for w in value.strip("[] ").split(",") if w.strip()]
             if len(words) > MAX_RANK or not all(w.strip().isdecimal() and len(w) < 12 for w in words):
                 return ()
-            found = tables.members[value] = tuple(map(int, words))
+            found = tuple(map(int, words))
+            found = tables.members[value] = found if max(found, default=0) < MAX_RANK else ()
         return found
     if isinstance(value, list | tuple) and all(type(r) is int and 0 <= r < MAX_RANK for r in value):
         return tuple(value)
@@ -280,9 +281,9 @@ def _columns(entries: list[dict[str, Any]], dump: Dump, config: dict[str, int], 
     names, ins, outs, dtypes, ids, seqs, records, states, created, flags, frames = _fields(entries)
     p2p = [0 if flag is False else _is_p2p(flag, name) for flag, name in zip(flags, names, strict=True)]
     seq: Sequence[Any] = seqs
-    if entries and "collective_seq_id" not in entries[0]:
-        seq = [e.get("seq_id", -1) for e in entries]
-    elif 1 in p2p:  # hand-offs repeat the number of the collective before them
+    if None in seqs:  # before torch 2.5
+        seq = [e.get("seq_id", -1) if s is None else s for e, s in zip(entries, seqs, strict=True)]
+    if 1 in p2p and None not in seqs:  # hand-offs repeat the number of the collective before them
         seq = [e.get("p2p_seq_id", -1) if flag else s for e, s, flag in zip(entries, seq, p2p, strict=True)]
     state = [_STATE.get(word or "", UNKNOWN) for word in states]
     if dump.backend == "gloo":  # its state is always "scheduled"; retired says that it is over, well or not
@@ -364,6 +365,9 @@ def rows(data: Any, name: str, tables: Tables) -> Dump:
         dump.dropped, dump.ids = len(entries) - len(kept), {}
         if not kept and entries:
             raise InputError(f"{name}: none of its {len(entries)} rows is a recorder's") from None
-        _columns(kept, dump, config, tables)
+        try:
+            _columns(kept, dump, config, tables)
+        except (TypeError, ValueError, KeyError, OverflowError, AttributeError, RecursionError):
+            raise InputError(f"{name}: its rows are not of one recorder") from None
     dump.place = _places(dump, tables)
     return dump
