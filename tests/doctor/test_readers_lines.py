@@ -259,3 +259,12 @@ def test_error_that_names_nccls_version_is_an_error(tmp_path: Path) -> None:
 def test_a_place_in_a_group_is_no_global_rank(tmp_path: Path) -> None:
     lines = ["[E ProcessGroupNCCL.cpp:915] [Rank 3] NCCL watchdog thread terminated with exception: x, error: y"]
     assert not [f for f in read(tmp_path, lines).facts if f.rank == 3 and "rank_from" not in f.data]
+
+
+def test_two_processes_that_claim_one_place_are_in_different_groups(tmp_path: Path) -> None:
+    """Before torch 2.3 two pairs of tensor-parallel ranks both print places 0 and 1."""
+    lines = [line for place in (0, 1) for line in make.watchdog_lines("2.1", place)]
+    assert {f.rank for f in of(read(tmp_path, lines), "watchdog_timeout")} == {0, 1}
+    assert {f.rank for f in of(read(tmp_path, [*lines, *lines]), "watchdog_timeout")} == {None}
+    echo = "  what():  " + lines[0].split("] ", 1)[1]
+    assert {f.rank for f in of(read(tmp_path, [*lines, echo]), "watchdog_timeout")} == {0, 1}

@@ -27,6 +27,8 @@ _RANK_WORD = re.compile(r"(?:rank|worker|trainer|proc|gpu|stack|dump|std(?:out|e
 
 #: Ways to a rank that need more than one file: ``resolve`` confirms or drops them.
 ONLY_RANK, FILE_NAME = "only rank in file", "file name"
+#: The place in a group that old releases print, where the group may be a part of the job.
+PLACE = "place in group"
 
 #: Kinds that a launcher or a kernel reports of another process, and what names that process.
 _OF_OTHERS = frozenset({"killed", "exited", "oom", "xid"})
@@ -220,21 +222,25 @@ def _identify(draft: Draft) -> None:
 def _without_echoes(drafts: list[tuple[int, Draft]]) -> list[tuple[int, Draft]]:
     """Leave out timeouts that C++ repeats in ``what():`` without the rank, and places in groups where torch says ranks.
 
-    Where a file has lines with the global rank in front, a lone ``[Rank 3]`` is a place in some group.
+    Where a file has lines with the global rank in front, or two processes claim one, a lone ``[Rank 3]`` is a place in
+    some group.
     """
+    weak = [d for _, d in drafts if d.kind == "watchdog_timeout" and d.data.get("rank_from") == PLACE]
+    shared = any(d.times > 1 for d in weak)
     sound = {_work(d) for _, d in drafts if d.kind == "watchdog_timeout" and _is_sound(d)}
     kept = []
     for place, draft in drafts:
         if draft.kind == "watchdog_timeout" and not _is_sound(draft) and _work(draft) in sound:
             continue
-        if sound and draft.data.get("rank_from") == "place in group":
-            draft.rank = None
+        if (sound or shared) and draft.data.get("rank_from") == PLACE:
+            draft.rank, draft.data["maybe_rank"] = None, draft.rank
+            draft.data.pop("rank_from")
         kept.append((place, draft))
     return kept
 
 
 def _is_sound(draft: Draft) -> bool:
-    return draft.rank is not None and draft.data.get("rank_from") != "place in group"
+    return draft.rank is not None and draft.data.get("rank_from") != PLACE
 
 
 def _work(draft: Draft) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 
 from meshwright.doctor.readers.prefix import Prefix
-from meshwright.doctor.readers.store import FileFacts
+from meshwright.doctor.readers.store import PLACE, FileFacts
 
 _WORK = re.compile(
     r"Watchdog caught collective operation timeout: Work(?P<lib>\w{1,12})\((?:SeqNum=(?P<seq>\d{1,18}), )?"
@@ -172,7 +172,9 @@ def _timeout(match: re.Match[str], prefix: Prefix, line: int, facts: FileFacts) 
         data["shape"] = numbers(match["shape"])
     _weak_rank(prefix, data)
     same = (data.get("seq"), data["op_name"], data.get("numel_in"), data.get("group_rank"))
-    facts.add("watchdog_timeout", prefix, line, data, same=same)
+    draft = facts.add("watchdog_timeout", prefix, line, data, same=same)
+    if draft is not None and draft.times > 1 and ("what():" in prefix.rest or "with exception" in prefix.rest):
+        draft.times -= 1
 
 
 def _dump_signal(prefix: Prefix, line: int, facts: FileFacts) -> None:
@@ -195,7 +197,7 @@ def _weak_rank(prefix: Prefix, data: dict[str, object]) -> None:
         return
     if data.get("group_name") == "0" or data.get("group") == "default_pg" or "group" not in data:
         prefix.rank = place
-        data["rank_from"] = "default group" if "group" in data else "place in group"
+        data["rank_from"] = "default group" if "group" in data else PLACE
 
 
 def _put(data: dict[str, object], **values: str | None) -> None:
