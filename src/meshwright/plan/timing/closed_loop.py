@@ -23,6 +23,10 @@ N = Any
 Pick = Callable[[N, N], N]
 
 
+#: Share of time that a lane of a closed loop works at most when its queue is taken from that of random arrivals.
+MOST_BUSY = 0.75
+
+
 class Steps(NamedTuple):
     """Seconds of single steps of one replica.
 
@@ -131,7 +135,8 @@ def pools(
     larger: Pick = max,
     smaller: Pick = min,
 ) -> PoolTimes:
-    """Mean TTFT and TPOT of separate pools: ``lanes`` prefill one prompt each, first come first served.
+    """Mean TTFT and TPOT of separate pools: ``lanes`` prefill one prompt each, first come first served; prompts wait as
+    in an M/D/1 queue, and those of the start for all before them.
 
     ``s.dec`` and ``s.low`` are decode steps of ``users / replicas`` requests and of a quarter of them; where prefill
     cannot feed that many, fewer run: their step lies on the line through both.
@@ -148,7 +153,8 @@ def pools(
     tpot = larger(smaller(fixed + slope * running, s.dec), smaller(s.low, s.dec) * 0.5)
     first = mine + transfer + host.request + tpot * host.wait
     busy = smaller(share * mine / (first + osl * tpot), 1.0)
-    wait = lockstep * larger(share - 1, 0.0) / 2 * mine + host.queue * smaller(busy, 0.9) / 2 * mine
+    load = smaller(busy, MOST_BUSY)
+    wait = lockstep * larger(share - 1, 0.0) / 2 * mine + host.queue * load / (2 * (1 - load)) * mine
     bound = larger(share * mine - osl * tpot - first, 0.0)
     waiting = larger(wait, bound)
     return PoolTimes(first + waiting, tpot, running, busy, waiting, bound)
