@@ -162,6 +162,11 @@ def test_yarn_scales_the_scores_of_latent_attention(checkpoint: Folder) -> None:
     assert settings.rope.attention_factor == pytest.approx((0.07 * 1.3862943611198906 + 1) / mscale)
 
 
+def test_kimi_k2_is_a_deepseek_v3() -> None:
+    kimi, deepseek = (read_settings(tiny.config("deepseek_v3", model_type=m), "") for m in ("kimi_k2", "deepseek_v3"))
+    assert kimi == deepseek
+
+
 def test_sinks_take_their_share_of_the_softmax() -> None:
     """One sink a head beside three equal scores: a quarter of the weight goes to no value."""
     from meshwright.runtime.models.attention import Scores, one

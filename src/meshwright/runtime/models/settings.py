@@ -16,6 +16,8 @@ from meshwright.specs.model import Attention, ModelSpec
 #: ``model_type`` of the families whose forward is this decoder's. Others that share their tensor names (Granite)
 #: multiply by factors of their own and are refused.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", *MOE_FAMILIES)
+#: Names under which a family is published too: Kimi K2 is a DeepSeek-V3 (its ``architectures`` says so).
+SAME = {"kimi_k2": "deepseek_v3"}
 #: Activations that feed-forward blocks compute, by their names in configurations.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -89,6 +91,7 @@ def read_settings(raw: Mapping[str, Any], where: str) -> Settings:
     """
     f = Fields(raw, where)
     family = f.text("model_type")
+    family = SAME.get(family, family)
     if family not in FAMILIES:
         raise InputError(f"{where}: the runtime cannot run model_type {family[:40]!r}; it runs {', '.join(FAMILIES)}")
     gemma, deepseek = family == "gemma3_text", family.startswith("deepseek")
