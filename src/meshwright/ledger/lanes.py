@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -210,7 +209,7 @@ class Lanes:
         kinds = [signature[i] for i in places]
         stacks = [stack[i] for i in places]
         calls = [number[k] for k in kinds]
-        if seqs[-1] - seqs[0] != len(seqs) - 1 or any(b - a != 1 for a, b in pairwise(seqs)):
+        if seqs != list(range(seqs[0], seqs[0] + len(seqs))):
             seqs, calls, kinds, stacks = self._mended(seqs, calls, kinds, stacks)
         lane = Lane(seqs[0], array("i", calls).tobytes(), array("i", kinds).tobytes(), array("i", stacks).tobytes())
         return self._kept.setdefault(lane, lane)

@@ -128,13 +128,24 @@ class _Work:
             key = tuple(map(id, (rows.group, rows.state, rows.seq, rows.p2p)))  # columns that ranks share are one
             own = reached.get(key)
             if own is None:
-                own = reached[key] = {}
-                for group, state, seq, flag in zip(rows.group, rows.state, rows.seq, rows.p2p, strict=True):
-                    if state == COMPLETED and not flag:
-                        own[group] = max(seq, own.get(group, -1))
+                own = reached[key] = self._last_completed(rows)
             for group, seq in own.items():
                 held = self.out.completed[group]
                 held[rank] = max(seq, held.get(rank, -1))
+
+    @staticmethod
+    def _last_completed(rows: Rows) -> dict[int, int]:
+        """Last collective that a rank completed, by group, from the end of its rows."""
+        out: dict[int, int] = {}
+        left = set(rows.group)
+        group, state, p2p = rows.group, rows.state, rows.p2p
+        for row in range(len(state) - 1, -1, -1):
+            if state[row] == COMPLETED and group[row] in left and not p2p[row]:
+                out[group[row]] = rows.seq[row]
+                left.discard(group[row])
+                if not left:
+                    break
+        return out
 
     def find_stale(self) -> None:
         """Dumps that end before a call which others completed although it needs everyone."""
@@ -215,11 +226,13 @@ class _Work:
         """Rows that have not completed; of recorders that take failure for completion also what cannot have."""
         rows = self.ranks[rank]
         doubtful = getattr(rows, "backend", "") != "nccl"
-        if not doubtful and not any(s in rows.state for s in (SCHEDULED, STARTED)):
+        if not doubtful:
+            if SCHEDULED in rows.state or STARTED in rows.state:
+                yield from [row for row, state in enumerate(rows.state) if state not in (COMPLETED, UNKNOWN)]
             return
         for row, state in enumerate(rows.state):
             undone = state not in (COMPLETED, UNKNOWN)
-            checked = doubtful and not undone and not rows.p2p[row] and self._is_collective(rows, row)
+            checked = not undone and not rows.p2p[row] and self._is_collective(rows, row)
             if undone or (checked and self._absent_of(rows, row)):
                 yield row
 
