@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from meshwright.cli.main import app
 from meshwright.errors import InputError
+from meshwright.report.lockstep import show_outcome
 from meshwright.runtime.lockstep.command import read_command
-from meshwright.runtime.lockstep.outcome import Outcome, as_json, ranks_text
+from meshwright.runtime.lockstep.outcome import Outcome, Row, as_json, ranks_text
 from meshwright.runtime.lockstep.run import Lockstep
 from meshwright.runtime.lockstep.scratch import mirror
 from tests.runtime.lockstep_cases import BROKEN, HEALTHY, MISTAKES, path, places
@@ -217,6 +220,43 @@ def test_bad_input_is_refused_before_anything_runs(lockstep: Lockstep, tmp_path:
         lockstep.check(["torchrun", "none.py"], 4, folder=tmp_path)
     with pytest.raises(InputError, match="2 to"):
         lockstep.check(["torchrun", "none.py"], 1000, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--steps", "3", "--", "torchrun", "t.py"], "--steps and --timeout go with --world"),
+        (["--world", "4", "--on", "8xH100-SXM", "--", "torchrun", "t.py"], "--on"),
+        (["--world", "4", "--", "deepspeed", "t.py"], "cannot dry-run: deepspeed"),
+        (["--world", "4", "--timeout", "soon", "--", "torchrun", "t.py"], "is not a duration"),
+    ],
+)
+def test_the_command_line_refuses(words: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["check", *words])
+    assert isinstance(result.exception, InputError)
+    assert says in str(result.exception)
+
+
+def test_one_table_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tuple(Row(r, "waits", "barrier", "world", "t.py:3") for r in (0, 1, 3))
+    show_outcome(Outcome(1, "wrong_op", "rank 2 differs", 4, (2,), (*rows, Row(2, "waits", "send", "world", "t.py:5"))))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rank 2 differs"
+    assert [line.split() for line in lines[2:4]] == [
+        ["0,", "1,", "3", "waits", "barrier", "world", "t.py:3"],
+        ["2", "waits", "send", "world", "t.py:5"],
+    ]
+
+
+def test_hand_offs_pair_by_tag_with_gloo_and_not_with_nccl(run: Run) -> None:
+    body = (
+        HEAD
+        + "dist.init_process_group('gloo')\na, b, g = torch.ones(4), torch.ones(2), dist.new_group(backend='nccl')\n"
+        "if rank == 0:\n    w = [dist.isend(a, 1, tag=1), dist.isend(b, 1, tag=2)]\n    [x.wait() for x in w]\n"
+        "    dist.send(a, 1, group=g, tag=5)\n"
+        "else:\n    dist.recv(b, 0, tag=2)\n    dist.recv(a, 0, tag=1)\n    dist.recv(a, 0, group=g, tag=6)\n"
+    )
+    assert run(body).code == 0
 
 
 def test_a_mirror_is_links_in_real_folders(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ SETTLE_FAILED_S = 4.0
 LOOK_S, SILENCE_S = 0.5, 0.03
 #: Without any message, ranks that went on in an unsafe order are taken to be stuck.
 UNSAFE_S = 5.0
-MEMORY_S = 0.5
+#: How often memory and disk are looked at, and what must be left of the disk.
+MEMORY_S, MIN_SPACE_BYTES = 0.5, 512 << 20
 #: A line of faulthandler.
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+) in ')
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -57,7 +58,7 @@ class _Held:
 
 @dataclass(slots=True)
 class Ending:
-    """How a dry-run ended: ``finished``, ``found``, ``timeout``, ``memory``."""
+    """How a dry-run ended: ``finished``, ``found``, ``timeout``, ``memory``, ``space`` (the disk is full)."""
 
     how: str
     verdict: Verdict | None = None
@@ -78,7 +79,7 @@ class Coordinator:
 
     def __init__(self, ranks: list[Rank], timeout_s: float, memory_bytes: int, scratch: Path) -> None:
         self.ranks = ranks
-        self.matcher = Matcher(len(ranks), ignore_tags=True)
+        self.matcher = Matcher(len(ranks))
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s, self._memory_bytes, self._scratch = timeout_s, memory_bytes, scratch
         self._held: dict[tuple[int, int], _Held] = {}
@@ -107,6 +108,9 @@ class Coordinator:
                 weighed, used = now, self._used()
                 if used > self._memory_bytes:
                     return Ending("memory", memory_bytes=used)
+                space = os.statvfs(self._scratch)
+                if space.f_bavail * space.f_frsize < MIN_SPACE_BYTES:
+                    return Ending("space")
             if ready and now - looked < LOOK_S and not self.matcher.wrong:
                 continue
             looked = now
@@ -224,13 +228,15 @@ class Coordinator:
         return Ending("timeout", None, self._unsafe, where)
 
     def _used(self) -> int:
-        """Bytes that the ranks hold for themselves."""
+        """Bytes that the ranks hold for themselves. Notices a rank that is gone while a child of it keeps its line."""
         total = 0
         for rank in self.ranks:
             try:
                 _, resident, shared = Path(f"/proc/{rank.pid}/statm").read_text().split()[:3]
             except OSError:
                 continue
+            if int(resident) == 0 and rank.exit is None:
+                self._leave(rank, _ending(rank.pid))
             total += (int(resident) - int(shared)) * _PAGE
         return total
 
@@ -253,7 +259,10 @@ class Coordinator:
 
 def _ending(pid: int) -> dict[str, Any]:
     """How a process left that said nothing."""
-    _, status = os.waitpid(pid, 0)
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:
+        return {"how": "killed", "why": "is gone"}
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
         return {"how": "finished"}

@@ -57,7 +57,7 @@ def install(hook: Hook, rank: int, world: int) -> None:
         kwargs.update(timeout=_NEVER, device_id=None, backend_options=None)
         state.backends[str(name)] = state.asked
         if place is not None and place >= 0:
-            hook.group_made(str(name), ranks or everyone)
+            hook.group_made(str(name), ranks or everyone, tags=state.asked != "nccl")
         return make_helper(size, place, ranks, "gloo", store, name, *args, **kwargs)
 
     @functools.wraps(make_tagged)

@@ -84,7 +84,7 @@ class Hook:
     def __init__(self, link: Link, rank: int, shown: Callable[[str], str]) -> None:
         self.link = link
         self.rank = rank
-        self.keys: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.keys: dict[str, tuple[str, tuple[int, ...], bool]] = {}
         self._shown = shown
         self._made: dict[tuple[int, ...], int] = {}
         self._works: OrderedDict[int, tuple[Any, int]] = OrderedDict()
@@ -108,13 +108,16 @@ class Hook:
 
         dist.Work.wait = wait  # type: ignore[method-assign,assignment]
 
-    def group_made(self, name: str, ranks: Sequence[int]) -> None:
-        """Remember a new group under a key that is the same on all of its members: its ranks, and which one of them."""
+    def group_made(self, name: str, ranks: Sequence[int], *, tags: bool = False) -> None:
+        """Remember a new group under a key that is the same on all of its members: its ranks, and which one of them.
+
+        ``tags``: its hand-offs are paired by tag, which NCCL does not.
+        """
         members = tuple(ranks)
         ordinal = self._made.get(members, 0)
         self._made[members] = ordinal + 1
         text = "world" if not self.keys else c10d.ranks_text(members)
-        self.keys[name] = (text + (f" #{ordinal + 1}" if ordinal else ""), members)
+        self.keys[name] = (text + (f" #{ordinal + 1}" if ordinal else ""), members, tags)
 
     def held(self, op: str, group: str, members: tuple[int, ...], **more: Any) -> dict[str, Any]:
         """Post something that is no op of torch (``new_group``) and wait until all members have."""
@@ -146,6 +149,8 @@ class Hook:
             call = self._call(name, arguments)
             free = call.op in {"send", "recv"}
             number, answer = self.link.post(call, hold=not free)
+            if free and call.tag is None:
+                args = (*args[:-1], 0) if len(args) == len(names) else args
             boxed = self._emulate(emulated, arguments) if emulated is not None else None
             if boxed is not None:
                 return (arguments[returned], boxed) if returned else boxed
@@ -190,7 +195,7 @@ class Hook:
         if known is None:
             self.group_made(pg.group_name, dist.get_process_group_ranks(pg))
             known = self.keys[pg.group_name]
-        key, members = known
+        key, members, tags = known
         if in_background():
             key += " in a thread"
         into, out_of = _TENSORS.get(name, (None, None))
@@ -200,10 +205,20 @@ class Hook:
         peer = arguments[_PEERS[name]] if name in _PEERS else None
         splits = self._splits(name, arguments, entering, filled)
         return Call(
-            self.rank, key, members, c10d.describe(name, arguments).op, _shapes(entering), _shapes(filled),
-            c10d.dtype_name(tensors[0].dtype) if tensors else None, None if peer is None else members[peer], *splits,
-            reduction(arguments.get("reduce_op")), arguments.get("tag"), self.site(), bool(arguments.get("async_op")),
-        )  # fmt: skip
+            self.rank,
+            key,
+            members,
+            c10d.describe(name, arguments).op,
+            _shapes(entering),
+            _shapes(filled),
+            c10d.dtype_name(tensors[0].dtype) if tensors else None,
+            None if peer is None else members[peer],
+            *splits,
+            reduce_op=reduction(arguments.get("reduce_op")),
+            tag=arguments.get("tag") if tags else None,
+            call_site=self.site(),
+            is_async=bool(arguments.get("async_op")),
+        )
 
     @staticmethod
     def _splits(name: str, a: c10d.Arguments, entering: Any, filled: Any) -> tuple[Any, Any]:

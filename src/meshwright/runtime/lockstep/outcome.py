@@ -103,6 +103,8 @@ def from_answer(answer: Mapping[str, Any], world: int, timeout_s: float) -> Outc
         gib = answer["memory_bytes"] / 2**30
         text = f"cannot dry-run: {world} ranks hold {gib:.1f} GiB; use a smaller --world or a smaller model"
         return Outcome(2, "cannot_run", text, world, **common)
+    if answer["how"] == "space":
+        return Outcome(2, "cannot_run", "cannot dry-run: the temporary folder runs out of space", world, **common)
     raised = {r: e for r, e in exits.items() if e and e["how"] in {"raised", "killed"}}
     verdict = _verdict(answer["verdict"])
     if raised and (verdict is None or verdict.kind in {"peer_failed", "peer_left", "stuck"}):

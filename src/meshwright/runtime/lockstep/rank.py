@@ -20,7 +20,7 @@ from meshwright.runtime.lockstep.link import Link
 from meshwright.runtime.lockstep.scratch import ForbiddenWriteError, Guard
 
 #: Largest file that a rank may write.
-MAX_FILE_BYTES = 16 * 2**30
+MAX_FILE_BYTES = 4 * 2**30
 _PR_SET_PDEATHSIG = 1
 #: Trackers and hubs stay off the network.
 OFFLINE = {
@@ -55,7 +55,9 @@ class _EnoughError(BaseException):
 
 def main(place: Place, sock: socket.socket) -> None:
     """Run the script as one rank and never return."""
-    _bind_to_parent()
+    end_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setpgid(0, 0)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -86,11 +88,10 @@ def main(place: Place, sock: socket.socket) -> None:
     os._exit(0)
 
 
-def _bind_to_parent() -> None:
-    """Die with the coordinator, whatever ends it."""
+def end_with_parent(by: signal.Signals) -> None:
+    """Get a signal when the parent ends, whatever ends it."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
 
 
 def _redirect(place: Place) -> None:
@@ -120,7 +121,8 @@ def _environment(place: Place) -> None:
         MASTER_PORT=str(place.port), TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT="0",
         TORCHELASTIC_MAX_RESTARTS="0", TMPDIR=str(place.scratch / "tmp"),
     )  # fmt: skip
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    for name in ("CUDA_VISIBLE_DEVICES", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"):
+        os.environ.pop(name, None)
     os.chdir(place.scratch / "cwd")
 
 

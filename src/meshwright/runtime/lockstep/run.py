@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -24,6 +23,8 @@ from meshwright.runtime.lockstep.outcome import Outcome, from_answer
 MAX_WORLD = 128
 #: Bound on importing torch and what a script needs, on a loaded machine.
 START_S = 180.0
+#: How long ranks may take to be ended.
+END_S = 10.0
 #: Share of the memory that is free at the start.
 MEMORY_SHARE = 0.8
 
@@ -49,12 +50,13 @@ class Lockstep:
         self.close()
 
     def close(self) -> None:
-        """End the process; its ranks end with it."""
+        """End the process; it ends its ranks and what they started, and removes its scratch folder."""
+        self._process.terminate()
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except OSError:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-        self._process.wait()
+            self._process.wait()
 
     def check(
         self,

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.runtime.lockstep import coordinator
-from meshwright.runtime.lockstep.rank import OFFLINE, Place, main
+from meshwright.runtime.lockstep.rank import OFFLINE, Place, end_with_parent, main
 from meshwright.runtime.lockstep.scratch import mirror
 
 #: Imported for every script.
@@ -45,6 +46,8 @@ _MAX_SCRIPT_BYTES = 4 << 20
 
 def serve() -> None:
     """Answer requests until standard input ends."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    end_with_parent(signal.SIGTERM)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.update(OFFLINE)
