@@ -80,8 +80,17 @@ def send(x: Tensor, group: Group, to: int) -> dist.Work | None:
 
 
 def exchange(x: Tensor, group: Group, to: int, frm: int) -> tuple[Tensor, tuple[dist.Work | None, ...]]:
-    """Hand ``x`` to place ``to`` and take as much from place ``frm``; both are there when the works are waited for."""
+    """Hand ``x`` to place ``to`` and take as much from place ``frm``; both are there when the works are waited for.
+
+    NCCL runs both at once only when they are issued together; each alone would wait for the other.
+    """
     out = torch.empty_like(x)
+    if x.is_cuda:
+        ops = (
+            dist.P2POp(op, t, group=group.pg, group_peer=at)
+            for op, t, at in ((dist.isend, x, to), (dist.irecv, out, frm))
+        )
+        return out, tuple(dist.batch_isend_irecv(list(ops)))
     sending = dist.isend(x, group=group.pg, group_dst=to)
     return out, (sending, dist.irecv(out, group=group.pg, group_src=frm))
 
