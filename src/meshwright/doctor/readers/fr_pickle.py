@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import pickle
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +26,10 @@ BYTES_PER_BYTE = 64
 SPARE_BYTES = 128 << 20
 #: Tuples that a dump of up to 64 Ki may hold nested within each other; hashing them overflows the stack beyond.
 MAX_TUPLES = 20_000
-#: Opcodes that make tuples or ask for a class, a set, a buffer or an outside object.
+#: Larger files are read by workers, which have no standard error.
+SMALL_BYTES = 2 << 20
+_BUFFER = re.compile(rb"\x96(?=(.{8}))", re.DOTALL)
+#: Opcodes that make tuples.
 _TUPLE_CODES = (b"\x85", b"\x86", b"\x87", b"t")
 
 
@@ -69,6 +74,27 @@ def memory_limit(extra_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+@contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """Nothing reaches the standard error meanwhile: CPython itself prints when a buffer cannot be allocated."""
+    if not wanted:
+        yield
+        return
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
+
+
+def _may_ask_for_buffers(data: bytes) -> bool:
+    """Whether some byte may be the opcode of a buffer larger than the file (BYTEARRAY8)."""
+    return any(int.from_bytes(m[1], "little") > len(data) for m in _BUFFER.finditer(data))
+
+
 def nests_safely(data: bytes) -> bool:
     """Whether too few tuples occur to nest dangerously (letters of texts count as well, so large files say no)."""
     return sum(map(data.count, _TUPLE_CODES)) <= MAX_TUPLES
@@ -83,7 +109,10 @@ def loads(data: bytes, where: str) -> Any:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with memory_limit(SPARE_BYTES + BYTES_PER_BYTE * len(data)):
+        with (
+            _quiet(len(data) < SMALL_BYTES and _may_ask_for_buffers(data)),
+            memory_limit(SPARE_BYTES + BYTES_PER_BYTE * len(data)),
+        ):
             return _Plain(_Input(data)).load()
     except MemoryError:
         raise InputError(
