@@ -74,7 +74,7 @@ def _even(c: Context, kind: Kind, m: Moe) -> list[Op]:
         ops += [] if whole_shared else c.enter("shared experts input")
     else:
         ops = c.enter("experts input", bool(end))
-    ops += [c.product(p, t) for p in (*by_role.get("router", []), *inner)]
+    ops += [c.product(p, t) for p in (*_routers(c, by_role.get("router", [])), *inner)]
     width = m.latent or c.hidden
     held_ = max((p.experts for p in experts), default=0)
     meeting = c.tokens * r.feeders
@@ -130,11 +130,14 @@ def _exact(c: Context, kind: Kind, m: Moe, moved: Exchange) -> list[Op]:
     cut = any(p.cut for p in shared if p.op in OUT_OPS)
     end = _sum(c, r, any(p.cut for p in of["expert"]), not cut)
     ops = c.enter("experts input") if not r.sliced else c.enter("shared experts input") if cut else []
-    wide = c.ways.router_dtype
-    routers = [p._replace(dtype=wide or p.dtype) for p in of["router"]]
-    ops += [c.product(p, sum(moved.sent) // m.topk) for p in routers]
+    ops += [c.product(p, sum(moved.sent) // m.topk) for p in _routers(c, of["router"])]
     ops += visit_ops(c, kind, moved)
     return ops + [c.product(p, c.tokens) for p in shared] + end
+
+
+def _routers(c: Context, products: Sequence[Product]) -> list[Product]:
+    """Routers in the element type in which the engine multiplies them."""
+    return [p._replace(dtype=c.ways.router_dtype or p.dtype) for p in products]
 
 
 def visit_ops(c: Context, kind: Kind, moved: Exchange) -> list[Op]:

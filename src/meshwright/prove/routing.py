@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.errors import InputError
-from meshwright.moves.context import Piece, dealt
+from meshwright.moves.context import Piece, dealt, rows
 from meshwright.moves.expert import Exchange, counted, exchange, kept, round_robin, slice_of
 from meshwright.specs.placement import Placement
 from meshwright.specs.shares import part
@@ -77,24 +77,24 @@ class Routes:
         assert m is not None
         key = (layer if self.chosen is not None else -m.experts, dp, cp, slices, place)
         if key not in self.known:
-            rows = self._rows(dp, cp)
-            low, high = slice_of(len(rows), slices, place)
+            degree = self.placement.layout.cp if not self.decoding[dp] else 1
+            low, high = slice_of(sum(rows(count, degree) for *_, count in self.entering[dp]), slices, place)
             if self.chosen is None:
                 self.known[key] = round_robin(low * m.topk, high * m.topk, m.experts)
             else:
-                self.known[key] = counted([self._ids(layer, row) for row in rows[low:high] if row], m.experts)
+                tokens = self._tokens(dp, cp, degree)[low:high]
+                self.known[key] = counted([self._ids(layer, token) for token in tokens if token], m.experts)
         return self.known[key]
 
-    def _ids(self, layer: int, row: tuple[int, int]) -> Sequence[int]:
+    def _ids(self, layer: int, token: tuple[int, int]) -> Sequence[int]:
         assert self.chosen is not None
-        found = self.chosen.get(layer, {}).get(row)
+        found = self.chosen.get(layer, {}).get(token)
         if found is None:
-            raise InputError(f"the routing has no experts for prompt {row[0]}, position {row[1]} in layer {layer}")
+            raise InputError(f"the routing has no experts for prompt {token[0]}, position {token[1]} in layer {layer}")
         return found
 
-    def _rows(self, dp: int, cp: int) -> list[tuple[int, int] | None]:
+    def _tokens(self, dp: int, cp: int, degree: int) -> list[tuple[int, int] | None]:
         """``(prompt, position)`` of every row of a data rank's batch; None for one behind the last token."""
-        degree = self.placement.layout.cp if not self.decoding[dp] else 1
         out: list[tuple[int, int] | None] = []
         for prompt, start, count in self.entering[dp]:
             at = dealt(Piece(start, count), degree, cp) if degree > 1 else range(start, start + count)

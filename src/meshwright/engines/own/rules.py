@@ -50,6 +50,8 @@ def _units(spec: ModelSpec, layout: Layout) -> Iterator[Rule]:
     counts += [("groups of output heads", blocks.head_units)] if blocks.head_units else []
     counts += [("state-space heads", r.heads) for r in blocks.recurrents]
     counts += [("MLP columns", mlp.intermediate) for mlp in blocks.mlps]
+    counts += [("expert columns", moe.intermediate) for moe in blocks.moes if layout.ep == 1 and layout.etp != 1]
+    counts += [("shared expert columns", n) for moe in blocks.moes if (n := moe.shared_intermediate)]
     counts += [("vocabulary rows", spec.vocab)]
     for what, count in dict.fromkeys(counts):
         if count < layout.tp:

@@ -28,12 +28,19 @@ from meshwright.runtime.scope import scope
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What ``combine`` needs to know of its dispatch: the counts, which row of T x K each sorted row is, and D."""
+    """What ``combine`` needs to know of its dispatch.
+
+    Attributes:
+        moved: the counts. tokens, choices: T and K.
+        order_R: which of the T x K rows each sorted row is.
+        arrived_R: where in what arrived the rows sorted by expert lie; None where nothing travelled.
+    """
 
     moved: Exchange
-    order_R: Tensor
     tokens: int
     choices: int
+    order_R: Tensor
+    arrived_R: Tensor | None = None
 
 
 class Dispatcher(Protocol):
@@ -84,7 +91,7 @@ class LocalDispatch:
         moved = kept(counts, self.members, self.index)
         start = sum(counts[: dealt(self.experts, self.members)[self.index][0]])
         order_R = ids_TK.flatten().argsort(stable=True)[start : start + sum(moved.rows)]
-        return x_TD[order_R // choices], Ticket(moved, order_R, tokens, choices)
+        return x_TD[order_R // choices], Ticket(moved, tokens, choices, order_R)
 
     def combine(self, y_RD: Tensor, ticket: Ticket) -> Tensor:
         """Rows back to their tokens; zero for the experts of other ranks."""
@@ -116,13 +123,14 @@ class AllToAll:
         order_R = ids_TK.flatten().argsort(stable=True)
         with scope(name="tokens dispatch"):
             arrived = self._send(x_TD[order_R // choices], moved.sent_rows, moved.received_rows)
-        return arrived[_index(moved.by_expert(), x_TD.device)], Ticket(moved, order_R, tokens, choices)
+        arrived_R = torch.tensor(moved.by_expert(), dtype=torch.int64, device=x_TD.device)
+        return arrived[arrived_R], Ticket(moved, tokens, choices, order_R, arrived_R)
 
     def combine(self, y_RD: Tensor, ticket: Ticket) -> Tensor:
         """Undo the sorting, send back, and put every row to its token."""
         moved = ticket.moved
         back = torch.empty_like(y_RD)
-        back[_index(moved.by_expert(), y_RD.device)] = y_RD
+        back[ticket.arrived_R] = y_RD
         with scope(name="tokens combine"):
             returned = self._send(back, moved.received_rows, moved.sent_rows)
         y = torch.empty_like(returned)
@@ -159,10 +167,6 @@ def own_counts(ids_TK: Tensor, experts: int, given: EvenChoice | None, first: in
         tokens, choices = ids_TK.shape
         return round_robin(first * choices, (first + tokens) * choices, experts)
     return tuple(torch.bincount(ids_TK.flatten(), minlength=experts).tolist())
-
-
-def _index(rows: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def dispatcher(mesh: Mesh, experts: int) -> LocalDispatch | AllToAll:
