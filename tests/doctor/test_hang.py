@@ -137,6 +137,11 @@ def test_splits_that_do_not_add_up() -> None:
     assert (found.kind, set(found.guilty_ranks)) == ("wrong_splits", {GUILTY})
 
 
+def test_empty_dumps_without_counters_are_told_by_their_silence() -> None:
+    found = diagnose(incident(_stalled("tp4dp2", "host stands still"), active_only=True, status=False))[0]
+    assert (found.kind, found.guilty_ranks, found.confidence) == ("host_stuck", (GUILTY,), "medium")
+
+
 @pytest.mark.parametrize("guilty", [(9, 14), (200,), (0, 1, 2)])
 def test_stuck_hosts_among_many_ranks(guilty: tuple[int, ...]) -> None:
     job = layout(4, 64, steps=2, layers=1)

@@ -13,6 +13,7 @@ from meshwright.doctor.hang_programs import Deviation, deviation
 from meshwright.doctor.hang_splits import splits
 from meshwright.doctor.incident import SCHEDULED, STARTED, Fact, Frame, user_frame
 from meshwright.doctor.view import View, site_of
+from meshwright.ledger.stall import Pending
 
 #: Functions at the innermost frames of a host that waits for its own device.
 _DEVICE_WAITS = (
@@ -281,6 +282,9 @@ def nobody_missing(view: View) -> list[Finding]:
     lagging = sorted(r for r, own in pending.items() if sum(1 for c in own if c.completed_by) >= _LAG)
     if lagging and len(lagging) < len(view.incident.traces) / 2 and not absent:
         return [_lag(view, tuple(lagging), began)]
+    silent = tuple(r for r in absent if r in view.incident.traces and r not in pending and r not in view.stall.stale)
+    if silent:
+        return [_silent(view, silent, first, began)]
     if absent:
         return [
             Finding(
@@ -341,6 +345,26 @@ def nobody_missing(view: View) -> list[Finding]:
             first.seq,
         )
     ]
+
+
+def _silent(view: View, ranks: tuple[int, ...], first: Pending, began: float | None) -> Finding:
+    """Ranks whose dump lists no pending call and no counters, while everybody else waits in calls with them."""
+    who = ranks_text(ranks)
+    return Finding(
+        "host_stuck",
+        ranks,
+        view.waiting(ranks),
+        None,
+        began,
+        "medium",
+        f"{who} waits in no call, while the others wait in calls with it, first {call_name(view, first)}",
+        (f"only {who} of the members dumped no pending call",),
+        (f"how far {who} came: its dump has no counters of the group", f"no stack of {who}"),
+        ADVICE["host_stuck"],
+        None,
+        view.label(first.group),
+        first.seq,
+    )
 
 
 def _lag(view: View, ranks: tuple[int, ...], began: float | None) -> Finding:

@@ -120,7 +120,7 @@ class _Work:
                         completed[rank] = counter.completed
                 elif counter is not None and hand_offs and counter.enqueued is not None:
                     self.last_p2p[group, rank] = max(self.last_p2p.get((group, rank), -1), counter.enqueued)
-                issued[rank] = last if last is not None or rows.active_only else 0
+                issued[rank] = last if last is not None else self._never(rank)
         reached: dict[tuple[int, ...], dict[int, int]] = {}
         for rank, rows in self.ranks.items():
             if not rows.settled:
@@ -132,6 +132,11 @@ class _Work:
             for group, seq in own.items():
                 held = self.out.completed[group]
                 held[rank] = max(seq, held.get(rank, -1))
+
+    def _never(self, rank: int) -> int | None:
+        """0 where a rank's rows are whole and none is of a group, so that it never issued one there; else None."""
+        rows = self.ranks.get(rank)
+        return 0 if rows is not None and len(rows.record) and not rows.active_only and self._whole(rows) else None
 
     @staticmethod
     def _last_completed(rows: Rows) -> dict[int, int]:
@@ -178,8 +183,9 @@ class _Work:
             issued, completed = self.out.issued[group], self.out.completed[group]
             members = self.lanes.members[group] or tuple(sorted(issued))
             stale = set(self.out.stale)
-            unknown = tuple(m for m in members if m in stale or m not in self.ranks or issued.get(m, 0) is None)
-            lacking = tuple(m for m in members if m not in unknown and (issued.get(m, 0) or 0) < seq)
+            last = {m: None if m in stale else issued.get(m, self._never(m)) for m in members}
+            unknown = tuple(m for m, n in last.items() if n is None)
+            lacking = tuple(m for m, n in last.items() if n is not None and n < seq)
             done = tuple(m for m in members if m not in stale and completed.get(m, -1) >= seq)
             self._absence[key] = (lacking, unknown, done)
         return self._absence[key]

@@ -5,6 +5,7 @@ A worker that dies or takes too long loses the file that it was reading, no othe
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import marshal
 import os
@@ -56,6 +57,7 @@ def _plain(dump: Dump) -> tuple[Any, ...]:
 def _work(files: Sequence[int], parse: Callable[[int, Tables], Dump], pipe: int) -> None:
     """The worker: every file becomes one message, with the rows that the tables gained."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    faulthandler.disable()
     gc.disable()
     tables = Tables()
     sent = [0, 0, 0]
