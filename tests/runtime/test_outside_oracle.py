@@ -135,18 +135,23 @@ def test_expert_parallel_by_hand(tmp_path: Path) -> None:
 # transformers' own tensor parallelism --------------------------------------------------------------------------------
 
 
-def test_transformers_tensor_parallel_sends_what_is_predicted(checkpoint: Folder) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["even", pytest.param("gemma3", marks=pytest.mark.slow), pytest.param("qwen3", marks=pytest.mark.slow)],
+)
+def test_transformers_tensor_parallel_sends_what_is_predicted(tmp_path: Path, name: str) -> None:
     """transformers 5.24 on two gloo ranks: the same sums layer by layer, and the same logits as ours.
 
     It differs by design in the last collective: all_gather of the logits of all positions to all ranks, where ours
     gathers those of the sampled position on one.
     """
-    folder, prompt, new = checkpoint("even"), tiny.PROMPTS[0], 3
+    config, prompt, new = tiny.config(name, **tiny.EVEN), tiny.PROMPTS[0], 3
+    folder = tiny.write(tmp_path / "model", name, **tiny.EVEN)
     theirs = run_local(transformers_tp, 2, (folder, prompt, new), 120)
     sums, past = 1 + 2 * 5, len(prompt)
     ours = {
-        "prefill": predicted(tiny.config("even"), "meshwright", "tp=2", Batch("prefill", 1, past)),
-        "decode": predicted(tiny.config("even"), "meshwright", "tp=2", Batch("decode", 1, 1, past)),
+        "prefill": predicted(config, "meshwright", "tp=2", Batch("prefill", 1, past)),
+        "decode": predicted(config, "meshwright", "tp=2", Batch("decode", 1, 1, past)),
     }
     layers = Counter(e.layer for e in ours["decode"] if e.op == "all_reduce")
     assert layers == {None: 1, **dict.fromkeys(range(5), 2)}
