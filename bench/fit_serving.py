@@ -126,18 +126,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(runs)} runs; left out: " + "; ".join(f"{n} ({why})" for why, n in dropped.items()))
     counts = collect(runs)
     c = fitted(counts, lambda _: True, most, rounds)
+    if options.write:
+        write(c)
     print(f"{sum(s > 0 for _, s in PRIORS.values())} constants fitted of {len(PRIORS)}")
-    print(table("in sample", counts, *residuals(c, counts), lambda r: r.family))
+    print(table("in sample", counts, *residuals(c, counts), lambda r: r.family), flush=True)
     family = left_out(counts, lambda r: r.family, most, rounds)
     print(table("family left out", counts, *family, lambda r: r.family))
-    print(quantiles(counts, *family))
+    print(quantiles(counts, *family), flush=True)
     system = left_out(counts, lambda r: r.system, most, rounds)
     print(table("system left out", counts, *system, lambda r: r.system))
     print(quantiles(counts, *system))
     for name, (prior, spread) in PRIORS.items():
         print(f"{name:30} {c[name]:10.4g}  prior {prior:g}" + (f" x/ e^{spread:g}" if spread else " (fixed)"))
-    if options.write:
-        write(c)
     return 0
 
 

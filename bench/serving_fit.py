@@ -14,6 +14,7 @@ import numpy as np
 
 from bench.serving_work import GENERATIONS, KINDS, Array, Counts
 from meshwright.plan.timing.closed_loop import Host, Load, Steps, closed_loop, pools
+from meshwright.plan.timing.step_time import batched
 
 ENGINES = ("trtllm", "vllm", "sglang")
 #: Prompts a user sends in one benchmark: a tenth of them meets the burst of the start.
@@ -42,7 +43,8 @@ def step_seconds(c: Constants, counts: Counts) -> tuple[Array, Array, Array]:
     touched = held * (1 - (1 - 0.9999 * experts / np.maximum(held, 1)) ** c["skew"])
     busiest = np.where(spread > 0, np.minimum(touched + c["imbalance"] * np.sqrt(touched), held), touched)
     read = read * np.where(experts > 0, busiest / np.maximum(experts, 1), 1.0)
-    compute = compute * np.where(width > 0, 1 + c["ramp"] / np.maximum(width, 1), 1.0)
+    ramp = np.where(kind == KINDS.index("experts"), c["ramp.experts"], c["ramp"])
+    compute = compute * np.where(width > 0, 1 + ramp / np.maximum(width, 1), 1.0)
     rows = k[:, 13]
     compute = compute * np.where(rows > 0, 1 + c["tile"] / np.maximum(rows, 1e-3), 1.0)
     p = c["sharpness"]
@@ -76,7 +78,7 @@ def predict(c: Constants, counts: Counts) -> tuple[Array, Array, dict[str, Array
     pooled = np.array([r.prefill is not None for r in runs])
 
     def graph(at: Array, n: Array) -> Array:
-        return work[at] + launches[at] * launch + c["step"] + n * sequence
+        return work[at] + launches[at] * launch + c["step"] + batched(n, c["sequences"]) * sequence
 
     def decoded(at: Array, n: Array) -> Array:
         return np.where(undeclared, np.maximum(graph(at, n), launches[at] * idle), graph(at, n)) / gain
@@ -127,7 +129,7 @@ def loss(c: Constants, counts: Counts, weights: Array, strength: float = 1.0) ->
     first, each = residuals(c, counts)
     data = np.minimum(np.abs(each), 0.6) + 0.4 * np.minimum(np.abs(first), 1.0)
     penalty = sum((np.log(c[n] / p) / s) ** 2 for n, (p, s) in PRIORS.items() if s)
-    return float((data * weights).sum() / weights.sum() + strength * 0.0015 * penalty)
+    return float((data * weights).sum() / weights.sum() + strength * 0.001 * penalty)
 
 
 def fit(counts: Counts, weights: Array, start: Constants | None = None, rounds: int = 4) -> dict[str, float]:

@@ -118,7 +118,7 @@ def test_a_wide_product_reaches_its_efficiency() -> None:
 
 
 def test_weights_without_a_unit_are_unpacked() -> None:
-    assert unit_dtype(find_device("H100-SXM"), "fp4") == "f8_e4m3"
+    assert unit_dtype(find_device("H100-SXM"), "fp4") == "bf16"
     assert unit_dtype(find_device("B200"), "fp4") == "fp4"
     assert (
         efficiency(find_device("H100-SXM"), "experts", "fp4").memory

@@ -7,10 +7,11 @@ of B, ``round`` a step that has prompts in it and ``lost`` what of it decoding w
     TPOT = dec + (rounds that others' prompts take during my output) x (round - lost) / O
     TTFT = my round (waiting for those before me) + half a step + request handling + waiting for a free place
 
-Prompts arrive one by one where lengths vary (B / O of them a step where that is more). Where all requests have one length, those admitted together end together:
-an engine that mixes prompts into decode steps keeps such clusters apart, one that prefills alone (SGLang) ends up with
-all users in lockstep. The start of a benchmark is a burst as well: all C prompts at once. Every formula takes numbers
-or arrays (``larger`` and ``smaller`` are max and min, or numpy's maximum and minimum).
+Prompts arrive one by one where lengths vary (B / O of them a step where that is more). Where all requests have one
+length, those admitted together end together: an engine that mixes prompts into decode steps keeps such clusters apart,
+one that prefills alone (SGLang) ends up with all users in lockstep. The start of a benchmark is a burst as well: all C
+prompts at once. Every formula takes numbers or arrays (``larger`` and ``smaller`` are max and min, or numpy's maximum
+and minimum).
 """
 
 from __future__ import annotations

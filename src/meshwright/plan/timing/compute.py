@@ -22,7 +22,7 @@ from meshwright.specs.cluster import Device
 ShapeClass = Literal["dense", "experts", "attention", "light"]
 
 #: dtype whose units compute where the hardware has none for the weights' own (weights are unpacked first).
-FALLBACK = {"fp4": ("f8_e4m3", "bf16"), "f8_e4m3": ("bf16", "f16"), "f8_e5m2": ("bf16", "f16"), "i8": ("bf16",)}
+FALLBACK = {"fp4": ("bf16", "f16"), "f8_e4m3": ("bf16", "f16"), "f8_e5m2": ("bf16", "f16"), "i8": ("bf16",)}
 
 
 def unit_dtype(device: Device, dtype: str) -> str:
@@ -95,7 +95,7 @@ def _efficiency(of: str, kind: ShapeClass, dtype: str, unit: str) -> Efficiency:
         memory *= c["memory.fp4"] if kind == "dense" else 1.0
     elif dtype == "f8_e4m3":
         compute *= c["compute.fp8"]
-    return Efficiency(memory, compute, c["ramp"])
+    return Efficiency(memory, compute, c["ramp.experts" if kind == "experts" else "ramp"])
 
 
 def roofline(moved_bytes: Any, flops: Any, rate: Any, peak: Any, sharpness: float) -> Any:

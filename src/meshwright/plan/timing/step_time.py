@@ -77,6 +77,11 @@ def touched(experts: Any, held: Any, skew: float) -> Any:
     return held * (1.0 - (1.0 - (experts / held) * 0.9999) ** skew)
 
 
+def batched(requests: Any, half: float) -> Any:
+    """Requests that cost the host as much as single ones do: of large batches it handles many at once."""
+    return requests / (1.0 + requests / half)
+
+
 def kernel_seconds(k: Kernel, e: Efficiency, rate: float, peak: float) -> float:
     """Seconds of one run of counted work at the device's ``rate`` (bytes a second) and ``peak`` (FLOP/s)."""
     c = constants()
@@ -123,5 +128,5 @@ def step_seconds(work: Work, cluster: Cluster, engine: EngineTime) -> StepTime:
     launches += work.quantizing * c["quantizing"]
     of["other"] += c["passes"] * work.passes_bytes / device.bandwidth_bytes_s
     of["launch"] = launches * engine.launch_s
-    of["host"] = engine.step_s + work.requests * engine.sequence_s
+    of["host"] = engine.step_s + engine.sequence_s * batched(work.requests, c["sequences"])
     return StepTime(tuple(of.values()), launches)
