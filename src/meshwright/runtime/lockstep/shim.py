@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -63,8 +64,8 @@ class ToCpu(TorchFunctionMode):
             return args[0]
         if func in _WHERE and is_users(sys._getframe(1).f_code.co_filename):
             return True if func is _IS_CUDA else torch.device("cuda", torch.cuda.current_device())
-        if func is Tensor.record_stream:
-            return None
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if to_host:
             out = func(*args, **kwargs)
             return out.clone() if out is args[0] else out
@@ -150,10 +151,23 @@ def install(local_rank: int, local_world: int) -> ToCpu:
     _wrap(torch, "set_default_device", _device_first)
     _wrap(torch, "load", _load)
     _wrap(torch, "compile", lambda original: _compile)
+    tensors: Any = Tensor
+    tensors.record_stream = lambda self, stream: None
+    _wrap(threading.Thread, "_bootstrap_inner", _under_mode)
     _accelerator(local_world)
     _generator()
     layers.install()
     return ToCpu()
+
+
+def _under_mode(original: Any) -> Any:
+    """A mode counts for one thread: those that the script starts get it as well."""
+
+    def run(self: threading.Thread) -> None:
+        with ToCpu():
+            original(self)
+
+    return run
 
 
 def _autocast(original: Any) -> Any:
