@@ -20,15 +20,14 @@ NAME = "flight_recorder"
 POOL_BYTES = 2 << 20
 _KEYS = ("entries", "pg_config", "pg_status", "comm_lib_version", "nccl_version")
 _JSON = re.compile(rb'\s*\{\s*"(?:entries|pg_config|pg_status|version|comm_lib_version|nccl_version|nccl_comm_state)"')
+_JSON_KEY = re.compile(rb'"(?:entries|pg_config|pg_status|comm_lib_version|nccl_version)"\s*:')
 
 
 def sniff(head: bytes, name: str) -> bool:
     """A pickle of protocol 2 and later whose first bytes hold a key of a dump, or JSON that begins with one."""
     if head[:1] == b"\x80" and len(head) > 2 and 2 <= head[1] <= 5:
         return any(key.encode() in head for key in _KEYS) or b"profiling_name" in head
-    if _JSON.match(head) is None:
-        return False
-    return any(f'"{key}"'.encode() in head for key in _KEYS)
+    return _JSON.match(head) is not None and _JSON_KEY.search(head) is not None
 
 
 def _bytes(source: Source) -> bytes:
