@@ -59,7 +59,7 @@ COMPOSITIONS: tuple[tuple[str, str], ...] = (
     ("deepseek_v2", "tp=3,pp=2"),
     ("deepseek_v3", "tp=2,sp=on,pp=2"),
     ("deepseek_v3", "cp=2,tp=2,pp=2"),
-    ("deepseek_v3", "cp=3,tp=2,cp_kind=ulysses"),
+    ("deepseek_v3", "cp=3,pp=2,cp_kind=ulysses"),
 )
 #: Prompts, unequal; with more replicas than prompts some have none.
 LENGTHS = (9, 4, 6, 5)
