@@ -13,6 +13,7 @@ from dataclasses import replace
 from meshwright.doctor import hang_calls, hang_facts, hang_stall
 from meshwright.doctor.advice import ADVICE
 from meshwright.doctor.findings import Finding, ranks_text
+from meshwright.doctor.hang_splits import odd_splits
 from meshwright.doctor.incident import Incident
 from meshwright.doctor.view import View
 
@@ -41,6 +42,9 @@ def diagnose(incident: Incident) -> list[Finding]:
 def _from_traces(view: View) -> list[Finding]:
     readings = hang_calls.readings(view)
     findings, explained = _calls(view, readings)
+    if not findings and any(t.recorder == "ledger" for t in view.incident.traces.values()):
+        findings = odd_splits(view)
+        explained = frozenset(view.incident.traces) if findings else explained
     stuck = hang_stall.roots(view, explained) + hang_stall.cycles(view, explained)
     stuck.sort(key=lambda f: (f.kind == "unknown", f.since if f.since is not None else 1e18, f.guilty_ranks))
     if findings and stuck:

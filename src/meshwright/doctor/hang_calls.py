@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.doctor.advice import ADVICE
 from meshwright.doctor.findings import Finding, ranks_text
+from meshwright.doctor.source import in_loop_of
 from meshwright.doctor.view import View
 from meshwright.ledger.check import Divergence, divergences
 from meshwright.ledger.matching import disagreement
@@ -84,6 +85,11 @@ def _jumped(view: View, d: Divergence) -> tuple[str, str, bool]:
     a, b = view.incident.signatures[d.expected], view.incident.signatures[d.found]
     if a.op != b.op and b.op != "barrier" and (a.shapes_in, a.dtype) == (b.shapes_in, b.dtype):
         return "wrong_op", "an extra call: nothing recorded behind it decides", False
+    told = _loop_told(view, d)
+    if told is not None:
+        if told:
+            return "extra_call", "the others skipped it", True
+        return "uneven_inputs", "an extra call on these ranks", True
     if d.known_before:
         return "uneven_inputs", "an extra call of code that all ranks reach elsewhere", False
     if _after_loop(view, d) and (d.usual or _AFTER.search(f"{words} {op}")):
@@ -102,13 +108,28 @@ def after_loop(view: View, found_stack: int, usual: set[int]) -> bool:
 
 
 def _after_loop(view: View, d: Divergence) -> bool:
-    """The same against what the others called up to the divergence."""
+    """The same against what the others called up to the divergence; the script itself decides where it is at hand."""
+    told = _loop_told(view, d)
+    if told is not None:
+        return not told
     lane = view.lanes.of[d.group][d.others[0]]
     stacks = set(memoryview(lane.stacks).cast("i")[: d.seq - lane.first])
     if not stacks:  # only active calls were dumped
         words = f"{_names(view, d.found_stack)} {view.incident.signatures[d.found].op}"
         return _AFTER.search(words) is not None and after_loop(view, d.found_stack, {d.expected_stack})
     return d.expected_stack in stacks and after_loop(view, d.found_stack, {n for n in stacks if n >= 0})
+
+
+def _loop_told(view: View, d: Divergence) -> bool | None:
+    """Whether the odd call is within the loops of the others' call, by the source; None where it is not at hand."""
+    stacks = view.incident.stacks
+    if d.found_stack < 0 or d.expected_stack < 0:
+        return None
+    for own, other in zip(reversed(stacks[d.found_stack]), reversed(stacks[d.expected_stack]), strict=False):
+        if own != other:
+            same = own.file == other.file and own.function == other.function
+            return in_loop_of(own.file, own.line, other.line) if same else None
+    return None
 
 
 def _shifted(d: Divergence) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int, bool]:

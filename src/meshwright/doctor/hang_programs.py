@@ -134,15 +134,16 @@ def deviation(view: View, rank: int) -> Deviation | None:
     if trace.active_only or not len(trace):
         return None
     peers = [p for p in _peers(view, rank) if not traces[p].active_only and _anchor(view, trace, traces[p]) is not None]
-    by: dict[tuple[str, int, int], list[tuple[int, _Found]]] = {}
+    by: dict[tuple[object, ...], list[tuple[int, _Found]]] = {}
     for peer in peers:
         found = _against(view, trace, traces[peer])
         if found is not None:
             of = traces[peer] if found.on_peer else trace
-            by.setdefault((found.kind, of.group[found.row], of.seq[found.row]), []).append((peer, found))
+            axis = _axis(view, of.group[found.row], of.rank)
+            by.setdefault((found.kind, axis, of.seq[found.row]), []).append((peer, found))
     if not by:
         return None
-    key, rows = sorted(by.items(), key=lambda item: (-len(item[1]), item[0]))[0]
+    _, rows = sorted(by.items(), key=lambda item: (-len(item[1]), str(item[0])))[0]
     alone = len(peers) == 1
     if len(rows) * 2 <= len(peers) or (alone and rows[0][1].usual):
         return None
@@ -150,11 +151,11 @@ def deviation(view: View, rank: int) -> Deviation | None:
     of = traces[peer] if found.on_peer else trace
     confidence = "high" if len(rows) >= 2 and found.matched >= 4 else "medium"
     return Deviation(
-        key[0],
+        found.kind,
         rank,
         tuple(p for p, _ in rows),
-        key[1],
-        key[2],
+        of.group[found.row],
+        of.seq[found.row],
         of.signature[found.row],
         of.stack[found.row],
         found.matched,

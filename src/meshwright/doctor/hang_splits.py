@@ -9,6 +9,7 @@ from meshwright.doctor.advice import ADVICE
 from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.hang_crossed import call_name, created
 from meshwright.doctor.view import View
+from meshwright.ledger.lanes import ints
 from meshwright.ledger.stall import Pending
 
 
@@ -62,5 +63,52 @@ def splits(view: View, call: Pending) -> Finding | None:
         None,
         view.label(call.group),
         call.seq,
+        "all_to_all",
+    )
+
+
+def odd_splits(view: View) -> list[Finding]:
+    """The first all_to_all of a group whose splits differ on few members, where all calls before had equal ones.
+
+    Only recorders that write splits down show it (our own); what peers expected is not recorded.
+    """
+    out = []
+    for group, lanes in sorted(view.lanes.of.items()):
+        first, end = max(lane.first for lane in lanes.values()), min(lane.end for lane in lanes.values())
+        signatures = view.incident.signatures
+        for seq in range(first, end):
+            kinds = {r: signatures[ints(x.kinds)[seq - x.first]] for r, x in lanes.items()}
+            if any(k.op != "all_to_all" or k.splits is None for k in kinds.values()):
+                continue
+            order = Counter(k.splits for k in kinds.values()).most_common()
+            if len(order) == 1:
+                continue
+            if order[0][1] > len(kinds) // 2 and len(kinds) > 2:
+                out.append(_odd(view, group, seq, {r: k.splits for r, k in kinds.items()}, order[0][0]))
+            break
+    return out
+
+
+def _odd(
+    view: View, group: int, seq: int, given: dict[int, tuple[int, ...] | None], usual: tuple[int, ...] | None
+) -> Finding:
+    guilty = tuple(sorted(r for r, s in given.items() if s != usual))
+    lane = view.lanes.of[group][guilty[0]]
+    stack = ints(lane.stacks)[seq - lane.first]
+    label, who = view.label(group), ranks_text(guilty)
+    return Finding(
+        "wrong_splits",
+        guilty,
+        view.waiting(guilty),
+        view.site(stack),
+        view.created(tuple(given), group, seq),
+        "medium",
+        f"{who} gave all_to_all #{seq} of {label} splits that differ from all others'{view.where(stack)}",
+        tuple(f"rank {r}: splits {list(s or ())[:16]}" for r, s in sorted(given.items())[:16]),
+        ("what the others expected to receive: only what is sent is recorded",),
+        ADVICE["wrong_splits"],
+        "the exchange is meant to be uneven from there on",
+        label,
+        seq,
         "all_to_all",
     )

@@ -82,8 +82,11 @@ def roots(view: View, explained: frozenset[int]) -> list[Finding]:
 def deviated(view: View, off: Deviation) -> Finding:
     """A rank whose order of calls over all groups departs from its peers'."""
     kind, stack = off.kind, off.stack
-    usual = {n for p in off.peers[:1] for n in view.incident.traces[p].stack if n >= 0 and n != off.found_stack}
-    if kind == "skipped_call" and off.found_stack >= 0 and after_loop(view, off.found_stack, usual):
+    peer = view.incident.traces[off.peers[0]]
+    upto = view.row_of(peer, off.group, off.seq) or 0
+    usual = {n for n in peer.stack[:upto] if n >= 0}
+    unknown_line = off.found_stack >= 0 and off.found_stack not in usual
+    if kind == "skipped_call" and unknown_line and after_loop(view, off.found_stack, usual):
         kind, stack = "uneven_inputs", off.found_stack
     verb = {
         "skipped_call": "skipped",

@@ -334,10 +334,11 @@ def stall(lanes: Lanes, world: Sequence[int]) -> Stall:
 
 
 def passed_by_all(state: Stall, lanes: Lanes, group: int, seq: int) -> bool:
-    """Whether every member that is known completed a call."""
+    """Whether every member that is known completed a call; recorders of gloo take a failed call for a completed one."""
     completed = state.completed.get(group, {})
     ranks = lanes.of.get(group, {})
-    return bool(ranks) and all(completed.get(rank, -1) >= seq for rank in ranks)
+    sound = all(getattr(lanes.ranks[rank], "backend", "") == "nccl" for rank in ranks)
+    return bool(ranks) and sound and all(completed.get(rank, -1) >= seq for rank in ranks)
 
 
 def first_open(calls: Sequence[Pending]) -> Pending | None:

@@ -21,6 +21,10 @@ MAX_LINE_BYTES = 1 << 22
 MAX_ROWS = 4_000_000
 _HEAD = re.compile(rb'\s*\{"version"\s*:\s*\d{1,4}\s*,\s*"meta"\s*:\s*\{')
 _RANKS = re.compile(r"\d{1,8}(?:-\d{1,8}(?::\d{1,8})?)?(?:,\d{1,8})*")
+#: The recorder numbers groups of the same ranks.
+_TWIN = re.compile(r" \(\d{1,4}\)$")
+#: The second group of the same ranks and so on, as ``runtime.c10d.twin`` tells them apart.
+_TWIN = re.compile(r" \(\d{1,6}\)$")
 _HAND_OFFS = ("send", "recv")
 
 
@@ -30,7 +34,9 @@ def sniff(head: bytes, name: str) -> bool:
 
 
 def ranks_of(text: str) -> tuple[int, ...]:
-    """Ranks behind a group's name such as ``0-7``, ``0-56:8``, ``0,1,5``; empty for any other name."""
+    """Ranks behind a group's name such as ``0-7``, ``0-56:8``, ``0,1,5``, ``0-7 (2)``; empty for any other name."""
+    text = _TWIN.sub("", text)
+    text = _TWIN.sub("", text)
     if _RANKS.fullmatch(text) is None:
         return ()
     if "-" in text:
