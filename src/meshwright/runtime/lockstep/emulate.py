@@ -37,6 +37,19 @@ def as_bytes(value: Any) -> Any:
     return [as_bytes(v) for v in value] if isinstance(value, list | tuple) else value
 
 
+#: gloo compares shapes where NCCL counts elements.
+FLATTENED = frozenset(
+    {"_allgather_base_", "_reduce_scatter_base_", "allgather_", "reduce_scatter_", "gather_", "scatter_"}
+)
+
+
+def flattened(value: Any) -> Any:
+    """Arguments with every tensor as one row of the same memory."""
+    if isinstance(value, Tensor):
+        return value.view(-1) if value.is_contiguous() else value
+    return [flattened(v) for v in value] if isinstance(value, list | tuple) else value
+
+
 def _average(name: str) -> Callable[[Arguments], Any]:
     """Sum, then divide: gloo has no average."""
 

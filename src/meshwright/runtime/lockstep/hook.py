@@ -20,7 +20,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from meshwright.ledger.matching import Call, Shapes
 from meshwright.runtime import c10d
 from meshwright.runtime.callsite import call_site
-from meshwright.runtime.lockstep.emulate import EMULATED, as_bytes, reduction
+from meshwright.runtime.lockstep.emulate import EMULATED, FLATTENED, as_bytes, flattened, reduction
 from meshwright.runtime.lockstep.link import Link
 
 #: (argument with what enters, argument with what is filled) of the ops whose names do not say it.
@@ -154,7 +154,8 @@ class Hook:
             boxed = self._emulate(emulated, arguments) if emulated is not None else None
             if boxed is not None:
                 return (arguments[returned], boxed) if returned else boxed
-            out = op.redispatch(cpu, *as_bytes(list(self._own_group(args, names))), **kwargs)
+            given = as_bytes(list(self._own_group(args, names)))
+            out = op.redispatch(cpu, *(flattened(given) if name in FLATTENED else given), **kwargs)
             if free or answer.get("unmatched"):
                 self._keep(number, out[-1] if isinstance(out, tuple) else out)
             return out

@@ -149,7 +149,7 @@ def _run(request: dict[str, Any], home: Path, scratch: Path) -> dict[str, Any]:
         "operations": serving.matcher.matched,
         "shifts": serving.matcher.shifts()[:3],
         "leftovers": serving.matcher.leftovers()[:20],
-        "tails": [_tail(scratch / f"rank{n}.log") for n in range(world)] if ending.how != "finished" else [],
+        "tails": [_tail(scratch / f"rank{n}.log") for n in range(world)],
     }
 
 
