@@ -42,7 +42,7 @@ demo: $(VENV)/.stamp-demo
 	@mkdir -p out
 	$(BIN)/meshwright plan serve $(MODEL) --on here --html out/plan.html
 	$(BIN)/meshwright run convert smollm2 out/smollm2
-	$(BIN)/meshwright run generate out/smollm2 --layout pp=2 --prompt "The capital of France is" --max-new-tokens 8
+	$(BIN)/meshwright run generate out/smollm2 --layout pp=2 --prompt "The capital of France is" --max-new-tokens 2
 	$(BIN)/meshwright prove out/smollm2 --layout tp=2,pp=2
 	@echo "open $(CURDIR)/out/plan.html"
 

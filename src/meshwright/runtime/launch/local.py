@@ -102,7 +102,7 @@ def start_server(more: Sequence[str] = ()) -> ForkServerContext:
         more: modules that it imports beside those that every rank needs.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["meshwright.runtime.launch.rank", "meshwright.runtime.generate", *more])
+    context.set_forkserver_preload(["meshwright.runtime.launch.preload", *more])
     forkserver.ensure_running()
     return context
 
