@@ -76,6 +76,7 @@ class Row:
     source: str
     equal: bool
     verdict: str
+    first: str | None
     ranks: int
     classes: int
     seconds: dict[str, float]
@@ -155,6 +156,7 @@ def run(case: Case) -> Row | str:
         case.source,
         said["proven"],
         said["verdict"],
+        said["first"],
         said["world"],
         said["classes"],
         said["seconds"],
@@ -181,6 +183,8 @@ def main() -> int:
             print(f"{case.model} under {case.layout}: {row}", flush=True)
             continue
         wrong += not row.equal
+        if not row.equal:
+            print(f"{row.first}", flush=True)
         print(f"{row.verdict}: {row.wall_s} s, {row.cpu_s} s of CPU, {row.peak_bytes / 2**20:.0f} MiB", flush=True)
         write(row)
     return int(wrong > 0)
