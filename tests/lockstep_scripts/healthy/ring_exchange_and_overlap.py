@@ -13,9 +13,7 @@ def main():
     stream = torch.cuda.Stream()
     for _ in range(world - 1):
         received = torch.empty_like(kv)
-        requests = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, kv, after), dist.P2POp(dist.irecv, received, before)]
-        )
+        requests = dist.batch_isend_irecv([dist.P2POp(dist.isend, kv, after), dist.P2POp(dist.irecv, received, before)])
         grad = torch.ones(8, device="cuda")
         with torch.cuda.stream(stream):
             work = dist.all_reduce(grad, async_op=True)
