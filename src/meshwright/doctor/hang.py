@@ -28,7 +28,7 @@ def diagnose(incident: Incident) -> list[Finding]:
     told = hang_facts.reported(incident)
     if not found or all(f.kind in {"unknown", "all_arrived"} for f in found):
         found = [*told, *hang_facts.counters(incident), *found] if told or incident.facts else found
-    found = _with_deaths(view, found, dead)
+    found = _with_deaths(view, found, dead) if dead else [hang_facts.vanished(incident, f) for f in found]
     environment = hang_facts.environments(incident)
     if any(f.kind == "all_arrived" for f in found[:1]) and environment:
         found = [*found[:1], *environment, *found[1:]]

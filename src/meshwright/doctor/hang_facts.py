@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from meshwright.doctor.advice import ADVICE
 from meshwright.doctor.findings import Finding, ranks_text
@@ -18,6 +19,8 @@ _FOLLOWS = re.compile(
     r"KeyboardInterrupt|TCPStore|Watchdog|CollectiveFingerPrint|monitoredBarrier",
     re.IGNORECASE,
 )
+_CLOSED = re.compile(r"closed by peer|reset by peer|broken pipe", re.IGNORECASE)
+_GAVE_UP = re.compile(r"timed out|timeout", re.IGNORECASE)
 _LOOSE_NAMES = ("NCCL_", "nccl", "torch", "cuda", "driver")
 
 
@@ -87,6 +90,29 @@ def _death(cause: Fact, together: Sequence[Fact], incident: Incident, facts: Seq
         unknown,
         ADVICE["dead_rank"],
         consequences=tuple(echoes[:12]),
+    )
+
+
+def vanished(incident: Incident, finding: Finding) -> Finding:
+    """A rank that never came and whose connections others saw closed before any wait was given up has ended."""
+    guilty = set(finding.guilty_ranks)
+    if finding.kind != "host_stuck" or len(guilty) != 1:
+        return finding
+    closed = [f for f in incident.facts if f.rank not in guilty and _CLOSED.search(f.text)]
+    gave_up = [f for f in incident.facts if _GAVE_UP.search(f.text)]
+    own = [f for f in incident.facts if f.rank in guilty and f.kind in {"exception", "gloo_error", "stack"}]
+    if not closed or own or any(_time(f) <= min(map(_time, closed)) for f in gave_up):
+        return finding
+    who = ranks_text(finding.guilty_ranks)
+    return replace(
+        finding,
+        kind="dead_rank",
+        confidence="medium",
+        headline=f"the process of {who} ended without a word before {finding.op or 'the call'} #{finding.seq}",
+        evidence=(*finding.evidence, *(f"{f.text} ({f.source})" for f in closed[:3])),
+        unknown=(*finding.unknown, f"how {who} died: the launcher's log or the kernel's (dmesg) tells"),
+        advice=ADVICE["dead_rank"],
+        alternative=f"{who} stands still on its host",
     )
 
 
