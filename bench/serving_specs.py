@@ -26,7 +26,14 @@ NAMED = {("llama-3.1-70b", "fp4"): "llama-3.3-70b-instruct-nvfp4", ("deepseek-r1
          ("deepseek-v3", "fp4"): "deepseek-r1-nvfp4"}  # fmt: skip
 #: Quantization taken where no checkpoint of the precision is known.
 MADE = {
-    "fp4": {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}},
+    "fp4": {
+        "quantization": {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "FP8",
+            "group_size": 16,
+            "exclude_modules": ["lm_head"],
+        }
+    },
     "fp8": {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
 }
 

@@ -27,6 +27,8 @@ from meshwright.specs.workload import Serve
 
 #: Mean share of the nominal length where lengths are uniform on [0.8, 1] of it.
 UNIFORM = 0.9
+#: Share of the device that published SGLang scripts give the engine (``--mem-fraction-static`` 0.9 and more).
+SGLANG_SHARE = 0.92
 KINDS = ("dense", "experts", "attention", "light")
 GENERATIONS = ("hopper", "blackwell")
 Array = np.ndarray[Any, Any]
@@ -94,10 +96,8 @@ def capacity(placement: Placement, cluster: Cluster, isl: int, osl: int, known: 
     """Requests that the caches of one worker hold in the mean over their lives: half the output is written."""
     key = (id(placement), cluster.device.name, isl, osl)
     if key not in known:
-        share = 0.92 if placement.profile.engine == "sglang" else None
-        workload = Serve(isl=isl, osl=max(1, osl // 2))
-        memory = serve_memory(placement, cluster, workload, ServeSettings(utilization=share))
-        known[key] = memory.max_requests
+        settings = ServeSettings(utilization=SGLANG_SHARE if placement.profile.engine == "sglang" else None)
+        known[key] = serve_memory(placement, cluster, Serve(isl=isl, osl=max(1, osl // 2)), settings).max_requests
     return known[key]
 
 

@@ -124,7 +124,7 @@ def test_a_deeper_pipeline_is_modelled_and_a_token_takes_longer() -> None:
 
 
 def test_launches_are_counted_from_the_structure() -> None:
-    """Kernels of a dense layer: 2 norms, 5 of attention, 3 of the MLP; more for latent attention and experts."""
+    """Kernels of a dense layer: 2 norms, 5 of attention, 3 of the MLP; more for latent attention."""
     assert LLAMA.chosen is not None
     kind = next(iter(stage_ranks(LLAMA.chosen.placement)[0].own.kinds.values()))
     assert launches_of(kind) == 10
@@ -132,7 +132,7 @@ def test_launches_are_counted_from_the_structure() -> None:
     deepseek = found("deepseek-v3", "1x8xH200", "tp=8")
     assert deepseek.chosen is not None
     last = list(stage_ranks(deepseek.chosen.placement)[0].own.kinds.values())[-1]
-    assert launches_of(last) > 15
+    assert launches_of(last) >= 14
     assert quantizing_of(last, block=True) >= 5
 
 
