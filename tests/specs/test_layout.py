@@ -27,6 +27,7 @@ layouts = st.builds(
     zero=st.integers(0, 3), fsdp=st.none() | knobs,
     schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]),
     virtual=degree, micro_batch=degree, stage_layers=st.lists(degree, max_size=5).map(tuple),
+    cp_kind=st.sampled_from(["auto", "ring", "ulysses"]),
 )  # fmt: skip
 
 
