@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.prove.proof import Proof
 from meshwright.runtime.mutate import MUTATIONS
@@ -37,6 +38,28 @@ def test_layouts_of_four_ranks_equal_one_process(checkpoint: Folder, tmp_path: P
     ]
     found = prove_cases(checkpoint("llama"), cases, LENGTHS, numbers=tmp_path / "n", new_tokens=3, timeout_s=100)
     assert_proven(found, cases)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_parts_over_some_keys_merge_to_the_whole(sink: bool) -> None:
+    """Ten queries of 4 heads over 2 KV heads, 9 keys in parts of 2, 3 and 4; a window; queries that see nothing."""
+    from meshwright.runtime.parallel.context import Part, finish, merge, part, visible
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 10, 4, 8), torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 6)
+    seen = visible(torch.arange(10) + 3, torch.arange(9), 4)[None]
+    seen[0, 7] = False
+    sinks = torch.randn(4) if sink else None
+    parts = [part(q, *(x[:, a:b] for x in (k, v)), seen[:, :, a:b], None) for a, b in ((0, 2), (2, 5), (5, 9))]
+    out, lse = merge(merge(*parts[:2]), parts[2])
+    found = finish(Part(out[0], lse[0]), sinks, torch.float32).view(10, 4, 6)
+    wide_k, wide_v = (x[0].repeat_interleave(2, dim=1).double() for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q[0].double(), wide_k) / 8**0.5
+    weights = scores.masked_fill(~seen, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[:, None, None])
+    want = torch.einsum("hts,shv->thv", (weights / total).nan_to_num(), wide_v)
+    assert torch.allclose(found.double(), want, atol=1e-5)
+    assert not found[7].any()
 
 
 @pytest.mark.slow
