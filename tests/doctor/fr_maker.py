@@ -39,6 +39,7 @@ class Job:
     programs: list[list[Op]]
     ahead: int = 12
     blind: dict[int, int] = field(default_factory=dict)
+    overlap: bool = False
 
     @property
     def world(self) -> int:
@@ -185,7 +186,9 @@ class Simulator:
         for m in ranks:
             if m in self.device_dead or not self.queue[m]:
                 return None
-            head = self.queue[m][0]
+            head = self._head(m, row.p2p)
+            if head is None:
+                return None
             if head.op.group != row.op.group or head.p2p != row.p2p:
                 return None
             if row.p2p and ({head.op.what, row.op.what} != {"send", "recv"} or members[head.op.peer] != r):
@@ -198,7 +201,18 @@ class Simulator:
     def _device(self, r: int) -> bool:
         if not self.queue[r] or r in self.device_dead:
             return False
-        row = self.queue[r][0]
+        if self.job.overlap:
+            done = [self._try(r, row) for flag in (False, True) if (row := self._head(r, flag)) is not None]
+            return any(done)
+        return self._try(r, self.queue[r][0])
+
+    def _head(self, r: int, p2p: bool) -> _Row | None:
+        """What the device works on: hand-offs have a stream of their own where they overlap."""
+        if not self.job.overlap:
+            return self.queue[r][0]
+        return next((row for row in self.queue[r] if row.p2p == p2p), None)
+
+    def _try(self, r: int, row: _Row) -> bool:
         row.state = "started"
         heads = self._heads(row, r)
         if heads is None:
@@ -210,7 +224,7 @@ class Simulator:
             return False
         for m, head in heads:
             head.state = "completed"
-            self.queue[m].pop(0)
+            self.queue[m].remove(head)
         return True
 
 

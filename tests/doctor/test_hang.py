@@ -124,6 +124,28 @@ def test_two_ranks_that_both_send_first() -> None:
     assert (found.kind, found.guilty_ranks) == ("p2p_order", (0, 1))
 
 
+def test_a_host_that_stops_behind_an_early_receive() -> None:
+    """Its pending receive waits for a rank that waits for it: it is the one that stopped, no order is wrong."""
+    groups = {"0": ("default_pg", tuple(range(8))), "t": ("TENSOR", (4, 5, 6, 7))}
+    groups |= {f"p{r}": ("PIPELINE", (r, r + 4)) for r in range(4)}
+    programs: list[list[Op]] = []
+    for rank in range(8):
+        pair, tensor = f"p{rank % 4}", call("t", "all_reduce", 8, site("layer", 10))
+        receive = replace(Op("recv", pair, peer=0 if rank > 3 else 1), site=site("recv", 20))
+        send = replace(Op("send", pair, peer=0 if rank > 3 else 1), site=site("send", 21))
+        ops = [receive] if rank > 3 else []
+        for _ in range(5):
+            ops += [receive, tensor, tensor, Op("sync"), send] if rank > 3 else [send, receive, Op("sync")]
+        programs.append(ops)
+    for line in programs[4:]:
+        line[:] = [op for op in line if op.what != "sync"]
+    job = Job(groups, programs, overlap=True)
+    hung = edit(job, 5, lambda p: [*p[:10], Op("host_hang")])
+    assert hung.programs[5][9].what == "recv"
+    found = diagnose(incident(Simulator(hung).run()))[0]
+    assert (found.kind, found.guilty_ranks) == ("host_stuck", (5,))
+
+
 def test_splits_that_do_not_add_up() -> None:
     job = layout(4, 2, ep=True)
     at = next(i for i, op in enumerate(job.programs[GUILTY]) if op.name == "all_to_all" and i > 6)

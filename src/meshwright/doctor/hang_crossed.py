@@ -117,6 +117,9 @@ def cycle_crossing(view: View, ranks: tuple[int, ...]) -> Finding | None:
     """The same for ranks that wait for each other; None where all of them wait in hand-offs."""
     inside = set(ranks)
     blocked = [next(c for c in view.stall.pending[r] if set(c.missing) & inside) for r in ranks]
+    stopped = [c for c in blocked if _came_before(view, c, _collective_waiters(view, c.rank))]
+    if stopped and len(stopped) < len(ranks):
+        return _stopped(view, _collective_waiters(view, stopped[0].rank), stopped)
     classes: dict[tuple[int, int, bool], list[Pending]] = {}
     for call in blocked:
         if not call.p2p:
@@ -126,6 +129,59 @@ def cycle_crossing(view: View, ranks: tuple[int, ...]) -> Finding | None:
     key = min(classes, key=lambda k: (-len(classes[k]), since(view, classes[k]) or 1e18, k))
     odd = [c for c in blocked if _key(c) != key and c.rank in classes[key][0].missing]
     return _verdict(view, classes[key], odd) if odd else None
+
+
+def _collective_waiters(view: View, rank: int) -> list[Pending]:
+    """The first collective in which several ranks wait for a rank, as they have it."""
+    by_call: dict[tuple[int, int, bool], list[Pending]] = {}
+    for call in view.stall.awaited.get(rank, ()):
+        if not call.p2p:
+            by_call.setdefault(_key(call), []).append(call)
+    several = [calls for calls in by_call.values() if len(calls) > 1]
+    return min(several, key=lambda calls: (since(view, calls) or 1e18, calls[0].seq), default=[])
+
+
+def _came_before(view: View, own: Pending, waiters: Sequence[Pending]) -> bool:
+    """Whether the waiters issued the like of a hand-off before the call that they wait in: its rank did not pass by."""
+    if not own.p2p:
+        return False
+    label, kind = view.label(own.group), view.incident.signatures[_signature(view, own)]
+    votes = 0
+    for call in waiters[:MAX_PEERS]:
+        trace = view.incident.traces[call.rank]
+        rows = [
+            row
+            for row in range(len(trace))
+            if trace.p2p[row] and trace.seq[row] == own.seq and view.label(trace.group[row]) == label
+        ]
+        like = [r for r in rows if view.incident.signatures[trace.signature[r]].op == kind.op]
+        votes += 1 if like and like[0] < call.row else -1
+    return votes > 0
+
+
+def _stopped(view: View, waiters: list[Pending], odd: list[Pending]) -> Finding:
+    """Ranks that came as far as their peers' call before the one that these wait in, and not to that one."""
+    ranks = tuple(sorted(c.rank for c in odd))
+    who = ranks_text(ranks)
+    return Finding(
+        "host_stuck",
+        ranks,
+        view.waiting(ranks),
+        None,
+        since(view, waiters),
+        "high" if len(waiters) > 1 else "medium",
+        f"{who} never entered {call_name(view, waiters[0])}",
+        (
+            f"{ranks_text([c.rank for c in waiters])} wait for {who} in {call_name(view, waiters[0])}",
+            f"the last call of {who}, {call_name(view, odd[0])}, is one that the others issue just before",
+        ),
+        (f"no stack of {who}: where it stands in the program is not known",),
+        ADVICE["host_stuck"],
+        None,
+        view.label(waiters[0].group),
+        waiters[0].seq,
+        view.incident.signatures[_signature(view, waiters[0])].op,
+    )
 
 
 def _verdict(view: View, waiters: list[Pending], odd: list[Pending]) -> Finding:
