@@ -26,7 +26,6 @@ class _Rows:
     status: dict[int, Status] = field(default_factory=dict)
     settled: bool = True
     active_only: bool = False
-    stale: bool = False
     backend: str = "nccl"
 
 
@@ -50,7 +49,7 @@ _KINDS = [Signature("all_reduce", ((n,),), ((n,),), "Float") for n in range(26)]
 
 def _found(*rows: _Rows, members: int | None = None) -> list[Divergence]:
     lanes = Lanes({r.rank: r for r in rows}, [tuple(range(members or len(rows)))], _KINDS)
-    state = stall(lanes, range(len(rows)))
+    state = stall(lanes)
     return divergences(lanes, lambda g, s: passed_by_all(state, lanes, g, s))
 
 
@@ -104,13 +103,13 @@ def test_pieces_of_an_exchange_may_differ() -> None:
 
 def test_the_one_behind_is_the_root() -> None:
     rows = {r: _rows(r, "abcd", done=3) for r in range(3)} | {3: _rows(3, "abc", done=3)}
-    state = stall(Lanes(rows, [(0, 1, 2, 3)], _KINDS), range(4))
+    state = stall(Lanes(rows, [(0, 1, 2, 3)], _KINDS))
     assert (state.roots, sorted(state.pending), state.cycles) == ((3,), [0, 1, 2], ())
 
 
 def test_a_dump_written_earlier_is_stale_not_guilty() -> None:
     rows = {r: _rows(r, "abcdef", done=6) for r in range(3)} | {3: _rows(3, "abc", done=3)}
-    state = stall(Lanes(rows, [(0, 1, 2, 3)], _KINDS), range(4))
+    state = stall(Lanes(rows, [(0, 1, 2, 3)], _KINDS))
     assert (state.stale, state.roots) == ((3,), ())
 
 
@@ -118,10 +117,10 @@ def test_counters_tell_of_a_rank_without_rows() -> None:
     silent = _rows(1, "")
     silent.active_only, silent.status = True, {0: Status(3, -1, 3)}
     rows = {0: _rows(0, "d", first=4), 1: silent}
-    state = stall(Lanes(rows, [(0, 1)], _KINDS), range(2))
+    state = stall(Lanes(rows, [(0, 1)], _KINDS))
     assert state.roots == (1,)
     silent.status = {}
-    state = stall(Lanes({**rows, 1: silent}, [(0, 1)], _KINDS), range(2))
+    state = stall(Lanes({**rows, 1: silent}, [(0, 1)], _KINDS))
     assert state.roots == (), "nothing says how far it came"
 
 

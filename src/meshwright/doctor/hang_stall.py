@@ -28,8 +28,6 @@ _DEVICE_WAITS = (
     "tolist",
     "hipStreamSynchronize",
 )
-#: Calls behind which a member must lie to be believed rather than the moment at which dumps were taken.
-_LAG = 1
 #: Ranks whose whole order of calls is held against others'.
 MAX_SUSPECTS = 16
 
@@ -282,7 +280,7 @@ def nobody_missing(view: View) -> list[Finding]:
     unlike = splits(view, first)
     if unlike is not None:
         return [unlike]
-    lagging = sorted(r for r, own in pending.items() if sum(1 for c in own if c.completed_by) >= _LAG)
+    lagging = sorted(r for r, own in pending.items() if any(c.completed_by for c in own))
     if lagging and len(lagging) < len(view.incident.traces) / 2 and not absent:
         return [_lag(view, tuple(lagging), began)]
     silent = tuple(r for r in absent if r in view.incident.traces and r not in pending and r not in view.stall.stale)

@@ -122,7 +122,6 @@ class Trace:
         rank_from: ``content`` or ``file name``: where the rank's number comes from.
         active_only: only calls that had not completed were dumped.
         wrapped: rows before the first one were dropped by the ring.
-        stale: the dump ends long before those of the others.
         settled: states tell whether a call completed (gloo's do not).
         meta: version and the like, for people.
     """
@@ -144,7 +143,6 @@ class Trace:
     rank_from: str = "content"
     active_only: bool = False
     wrapped: bool = False
-    stale: bool = False
     settled: bool = True
     meta: dict[str, str] = field(default_factory=dict)
 
@@ -244,6 +242,8 @@ def user_frame(stack: Sequence[Frame]) -> Frame | None:
 
 
 _LIBRARY_PARTS = ("/site-packages/", "/dist-packages/", "torch/distributed/", "torch/nn/", "torch/autograd/", "/torch/")
+#: Our own recorder, which stands in every stack below what it records.
+_RECORDER = ("meshwright/record.py", "meshwright/runtime/record.py", "meshwright/runtime/ledger_file.py")
 
 
 def is_library(file: str) -> bool:
@@ -251,6 +251,6 @@ def is_library(file: str) -> bool:
     if not file or file.startswith("<") or file == "??":
         return True
     path = file.replace("\\", "/")
-    if path.startswith("torch/") or any(part in path for part in _LIBRARY_PARTS):
+    if path.endswith(_RECORDER) or path.startswith("torch/") or any(part in path for part in _LIBRARY_PARTS):
         return True
     return "/lib/python3" in path or path.endswith((".cpp", ".cc", ".so", ".c", ".h"))

@@ -31,7 +31,7 @@ class View:
     @cached_property
     def stall(self) -> stall.Stall:
         """Who waits for whom."""
-        return stall.stall(self.lanes, self.world)
+        return stall.stall(self.lanes)
 
     @cached_property
     def absent(self) -> tuple[int, ...]:

@@ -110,11 +110,6 @@ def fit_of(
     return chosen
 
 
-def _lines_differ_only(right: Lane, odd: Lane, seq: int) -> bool:
-    """Whether calls agree one by one from ``seq`` on, so that nothing but lines differ."""
-    return first_difference(right, odd, "calls", seq) is None
-
-
 def _follows(history: Sequence[tuple[int, int]], before: tuple[int, int], after: tuple[int, int]) -> bool:
     return any(a == before and b == after for a, b in pairwise(history))
 

@@ -101,10 +101,6 @@ class Rows(Protocol):
     def active_only(self) -> bool:
         """Whether completed calls are left out."""
 
-    @property
-    def stale(self) -> bool:
-        """Whether the dump ends early."""
-
 
 class Lane(NamedTuple):
     """The collectives of a rank in a group: order numbers from ``first`` on without gaps, columns as bytes of int32.

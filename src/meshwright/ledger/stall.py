@@ -7,10 +7,10 @@ themselves are roots; ranks that wait for each other are a cycle. A hand-off wai
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from meshwright.ledger.lanes import COMPLETED, SCHEDULED, STARTED, UNKNOWN, Kind, Lanes, Rows
+from meshwright.ledger.lanes import COMPLETED, SCHEDULED, STARTED, UNKNOWN, Lanes, Rows
 
 #: Operations that one side may complete before the others come.
 ONE_SIDED = frozenset({"broadcast", "reduce", "gather", "scatter", "send", "coalesced"})
@@ -63,7 +63,7 @@ class Stall:
 class _Work:
     """Builds a ``Stall``."""
 
-    def __init__(self, lanes: Lanes, world: Sequence[int]) -> None:
+    def __init__(self, lanes: Lanes) -> None:
         self.lanes, self.ranks, self.kinds = lanes, lanes.ranks, lanes.kinds
         self.out = Stall()
         self.partners: dict[tuple[int, int], set[int]] = {}
@@ -324,9 +324,9 @@ def components(edges: dict[int, tuple[int, ...]]) -> list[list[int]]:
     return out
 
 
-def stall(lanes: Lanes, world: Sequence[int]) -> Stall:
-    """State of all ranks; ``world`` are all global ranks of the job as far as they are known."""
-    work = _Work(lanes, world)
+def stall(lanes: Lanes) -> Stall:
+    """State of all ranks."""
+    work = _Work(lanes)
     work.find_stale()
     work.find_pending()
     work.find_roots()
@@ -339,13 +339,3 @@ def passed_by_all(state: Stall, lanes: Lanes, group: int, seq: int) -> bool:
     ranks = lanes.of.get(group, {})
     sound = all(getattr(lanes.ranks[rank], "backend", "") == "nccl" for rank in ranks)
     return bool(ranks) and sound and all(completed.get(rank, -1) >= seq for rank in ranks)
-
-
-def first_open(calls: Sequence[Pending]) -> Pending | None:
-    """The first call that a rank waits in."""
-    return calls[0] if calls else None
-
-
-def kind_of(lanes: Lanes, call: Pending) -> Kind:
-    """What a pending call is."""
-    return lanes.kinds[lanes.ranks[call.rank].signature[call.row]]
