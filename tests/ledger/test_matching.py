@@ -99,6 +99,17 @@ def test_without_majority_nobody_is_guilty() -> None:
     assert found.guilty == ()
 
 
+def test_splits_disagree_in_pairs() -> None:
+    def exchange(rank: int, sent: int) -> Call:
+        return call(rank, "all_to_all", splits_in=(2, 2, 2, sent), splits_out=(2,) * 4)
+
+    matcher = Matcher(4)
+    post(matcher, *(exchange(r, 3 if r == 1 else 2) for r in WORLD))
+    found = matcher.verdict()
+    assert found is not None
+    assert (found.kind, found.guilty) == ("wrong_splits", (1, 3))
+
+
 def test_calls_run_ahead_until_their_peers_come() -> None:
     matcher = Matcher(2)
     ahead = [matcher.post(call(0, members=(0, 1), is_async=True)) for _ in range(3)]
@@ -187,6 +198,8 @@ def test_another_thread_can_free_a_rank() -> None:
     assert matcher.verdict() is not None
     matcher.release(0, thread=1)
     assert matcher.verdict() is None
+    matcher.thread_ended(0, 1)
+    assert matcher.verdict() is not None
 
 
 def test_first_call_from_different_lines_is_kept_as_a_clue() -> None:

@@ -183,6 +183,15 @@ def test_an_order_that_only_asynchronous_calls_survive_is_unsafe(run: Run) -> No
     assert (outcome.code, outcome.kind, outcome.guilty_ranks) == (1, "unsafe_order", (0, 1)), outcome.verdict
 
 
+def test_a_reduction_in_flight_does_not_hold_a_hand_off(run: Run) -> None:
+    body = (
+        "if rank == 0:\n    w = dist.all_reduce(x, async_op=True)\n    dist.send(x + 1, 1)\n    w.wait()\n"
+        "else:\n    dist.recv(torch.empty(4), 0)\n    dist.all_reduce(x)\n"
+    )
+    outcome = run(BEGIN + body)
+    assert (outcome.code, outcome.kind) == (0, "healthy"), outcome.verdict
+
+
 def test_nothing_between_ranks_is_no_verdict(run: Run) -> None:
     assert run("print('hello')\n").code == 2
 
@@ -208,7 +217,7 @@ def test_commands_are_taken_apart() -> None:
 @pytest.mark.parametrize(
     "words",
     [["torchrun"], ["deepspeed", "train.py"], ["python", "-c", "x"], ["torchrun", "--nnodes"], [""],
-     ["accelerate", "launch", "--use_deepspeed", "t.py"]],
+     ["accelerate", "launch", "--use_deepspeed", "t.py"], ["accelerate", "launch", "--config_file", "a.yaml", "t.py"]],
 )  # fmt: skip
 def test_other_commands_are_refused(words: list[str]) -> None:
     with pytest.raises(InputError):

@@ -124,9 +124,10 @@ def _accelerate(rest: list[str], env: dict[str, str]) -> Job:
     before = list(rest)
     job = _launched(rest, _ACCELERATE_SWITCHES, env)
     options, _ = _options(before, _ACCELERATE_SWITCHES)
-    for name in ("--use-deepspeed", "--use-megatron-lm"):
+    for name in ("--use-deepspeed", "--use-megatron-lm", "--config-file"):
         if name in options:
-            raise InputError(f"cannot dry-run: {name}")
+            way_out = "; state its settings as flags" if name == "--config-file" else ""
+            raise InputError(f"cannot dry-run: accelerate launch {name}{way_out}")
     if "--mixed-precision" in options:
         env["ACCELERATE_MIXED_PRECISION"] = options["--mixed-precision"]
     if "--gradient-accumulation-steps" in options:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.ledger.matching import HAND_OFFS
 from meshwright.ledger.waiting import How, Matcher, Ticket, Verdict
 from meshwright.runtime.callsite import is_users
 from meshwright.runtime.lockstep.link import as_call
@@ -198,11 +199,15 @@ class Coordinator:
             rank.sock.setblocking(False)
 
     def _let_go(self, verdict: Verdict) -> bool:
-        """Ranks of a cycle that are held in an asynchronous call go on: only their later waits can hang."""
-        gone = False
+        """Ranks of a cycle that are held in an asynchronous call go on: only their later waits can hang.
+
+        Where the cycle is of collectives alone the order is unsafe with NCCL, whose communicators must be used in one
+        order by all ranks (NCCL user guide, "Using multiple NCCL communicators concurrently").
+        """
+        gone, unsafe = False, all(c.op not in HAND_OFFS for c in verdict.calls if c.rank in verdict.cycle)
         for (number, thread), held in list(self._held.items()):
             if number in verdict.cycle and held.in_call and held.tickets[0].call.is_async:
-                self._unsafe = self._unsafe or verdict
+                self._unsafe = self._unsafe or (verdict if unsafe else None)
                 self.ranks[number].tickets[held.number] = held.tickets[0]
                 self.matcher.release(number, thread)
                 self._go(self.ranks[number], thread, held, unmatched=True)

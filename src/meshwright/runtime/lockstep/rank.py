@@ -30,6 +30,8 @@ OFFLINE = {
     "TRACKIO_DISABLED": "1", "PYTHONDONTWRITEBYTECODE": "1", "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "False",
 }  # fmt: skip
+#: Where libraries keep files of their own.
+_FOLDERS = ("TMPDIR", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "WANDB_DIR", "NUMBA_CACHE_DIR")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ def main(place: Place, sock: socket.socket) -> None:
     os.setpgid(0, 0)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.dont_write_bytecode = True
     link = Link(sock)
     guard: Guard | None = None
     report: dict[str, Any]
@@ -81,7 +84,7 @@ def main(place: Place, sock: socket.socket) -> None:
     except BaseException as error:
         report = _described(error, place)
     if guard is not None and guard.refused is not None:
-        report = {"how": "raised", "refused": f"the script writes {guard.refused}, outside its folder"}
+        report = {"how": "raised", "refused": guard.refused}
     sys.stdout.flush()
     sys.stderr.flush()
     link.tell(say="exit", **report)
@@ -119,8 +122,10 @@ def _environment(place: Place) -> None:
         NODE_RANK=str(node), GROUP_WORLD_SIZE=str(nodes), LOCAL_WORLD_SIZE=str(place.local_world),
         ROLE_RANK=str(place.rank), ROLE_WORLD_SIZE=str(place.world), ROLE_NAME="default", MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(place.port), TORCHELASTIC_RUN_ID="none", TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_MAX_RESTARTS="0", TMPDIR=str(place.scratch / "tmp"),
+        TORCHELASTIC_MAX_RESTARTS="0",
     )  # fmt: skip
+    for name in _FOLDERS:
+        os.environ[name] = str(place.scratch / "tmp")
     for name in ("CUDA_VISIBLE_DEVICES", "PYTHONSAFEPATH", "PYTHONUNBUFFERED"):
         os.environ.pop(name, None)
     os.chdir(place.scratch / "cwd")

@@ -117,8 +117,9 @@ class Guard:
         place = os.path.join(parent, os.path.basename(name))
         inside = place.startswith(self._mirror)
         if not inside and (place.startswith(self._source) or not (place + os.sep).startswith(self._allowed)):
-            self.refused = name
-            raise ForbiddenWriteError(f"the script writes {name}")
+            how = "by its absolute path" if place.startswith(self._source) else "outside its folder"
+            self.refused = f"the script writes {name}, {how}; give a path relative to the folder it runs in"
+            raise ForbiddenWriteError(self.refused)
         if inside and os.path.islink(place):
             target = os.path.realpath(place)
             if target.startswith(self._mirror) or not os.path.isfile(target):
