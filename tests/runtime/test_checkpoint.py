@@ -267,10 +267,14 @@ def test_a_file_that_changes_behind_our_back(broken: Path) -> None:
 def test_models_and_layouts_that_are_not_run_are_refused() -> None:
     sizes = {"hidden": 64, "layers": 2, "heads": 4, "vocab": 100}
     dense = decoder(**sizes)  # type: ignore[arg-type]
-    check_runnable(dense, parse_layout("tp=2,pp=2,dp=2"))
-    for layout in ("cp=2", "ep=2", "tp=2,sp=on", "dp=2,zero=1"):
+    for layout in ("tp=2,pp=2,dp=2", "tp=2,sp=on", "cp=2"):
+        check_runnable(dense, parse_layout(layout))
+    for layout in ("tp=2,dcp=2", "dp=2,zero=1", "pp=2,virtual=2,schedule=interleaved"):
         with pytest.raises(IllegalLayoutError, match="does not execute"):
             check_runnable(dense, parse_layout(layout))
-    for other in (decoder(**sizes, experts=4), decoder(**sizes, kv_lora_rank=16), decoder(**sizes, gated=False)):  # type: ignore[arg-type]
-        with pytest.raises(InputError, match="layer 0 is not attention with a dense gated MLP"):
-            check_runnable(other, parse_layout("tp=1"))
+    with pytest.raises(IllegalLayoutError, match="no experts"):
+        place(dense, parse_layout("dp=2,ep=2"), engines.profile("meshwright"))
+    for layout in ("tp=1", "dp=2,ep=2"):
+        check_runnable(decoder(**sizes, experts=4), parse_layout(layout))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="layer 0 is not attention with a gated MLP or experts"):
+        check_runnable(decoder(**sizes, gated=False), parse_layout("tp=1"))  # type: ignore[arg-type]
