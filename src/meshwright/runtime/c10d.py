@@ -163,6 +163,22 @@ def group_name(pg: dist.ProcessGroup) -> str:
         return f"group {pg.group_name}"[:60]
 
 
+def twin(pg: dist.ProcessGroup) -> str:
+    """`` (2)`` for the second group of the same name and ranks in the order of making, nothing for the first.
+
+    Groups are made in the same order on all their ranks, so all ranks count alike.
+    """
+    try:
+        ranks, name, count = dist.get_process_group_ranks(pg), group_name(pg), 1
+        for other in dist.distributed_c10d._world.pg_map:
+            if other.group_name == pg.group_name:
+                return f" ({count})" if count > 1 else ""
+            count += dist.get_process_group_ranks(other) == ranks and group_name(other) == name
+    except (RuntimeError, KeyError, ValueError):
+        pass
+    return ""
+
+
 def op_names() -> list[str]:
     """Every op of the namespace that moves something, by the dispatcher of the torch that runs."""
     names = (n.partition("::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("c10d::"))

@@ -51,8 +51,9 @@ class Recorder:
         matmuls: also record matrix products (a TorchDispatchMode: slows every op down).
         source: what entries say of where they come from.
 
-    Tensors without data (device ``meta``, of a dry-run) are handed to the backend of the CPU. ``recorder.ledger()`` is what was
-    recorded so far. ``call_site`` is the first frame outside the standard library, installed packages and this runtime.
+    Tensors without data (device ``meta``, of a dry-run) are handed to the backend of the CPU. ``recorder.ledger()`` is
+    what was recorded so far. ``call_site`` is the first frame outside the standard library, installed packages and this
+    runtime.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Recorder:
         self.entries: list[Entry] = []
         self.holdings: list[Holding] = []
         self.meta: dict[str, str] = {}
+        #: Called after every call of torch.distributed was noted and before the backend sees it.
+        self.on_entry: Callable[[], None] | None = None
         self.dropped = 0
         self._axes = _axes_by_ranks(placement, rank)
         self._names: dict[str, str] = {}
@@ -201,6 +204,8 @@ class Recorder:
         entry.state, entry.call_site = "scheduled", call_site()
         self.add(entry)
         entry.enqueued_ns = time.monotonic_ns()
+        if self.on_entry is not None:
+            self.on_entry()
         return entry
 
     def _group(self, pg: dist.ProcessGroup) -> str:
@@ -210,7 +215,7 @@ class Recorder:
             name = c10d.group_name(pg)
             if name not in {*AXES, "ep"} and self._axes:
                 name = self._axes.get(frozenset(dist.get_process_group_ranks(pg)), name)
-            self._names[key] = name
+            self._names[key] = name if self.placement is not None else name + c10d.twin(pg)
         return self._names[key]
 
     def _watch(self, entry: Entry, boxed: Any, device: str) -> None:
@@ -228,7 +233,7 @@ class Recorder:
         except RuntimeError:
             self._works[id(work)] = (work, entry)
             return
-        future.add_done_callback(lambda _: _end(entry))
+        future.add_done_callback(lambda over: _end_of(entry, over))
 
     def _hook_wait(self) -> None:
         """Let ``Work.wait`` tell when waiting for a hand-off ended."""
@@ -252,6 +257,15 @@ def _sent_bytes(call: c10d.Call, size: int, place: int) -> int | None:
     if call.op not in COLLECTIVES:
         return None
     return wire_bytes(call.op, size, call.payload_bytes, root=call.peer == place)
+
+
+def _end_of(entry: Entry, future: torch.futures.Future[Any]) -> None:
+    """The end of a call that came through; one that failed never completed."""
+    try:
+        future.value()
+    except Exception:
+        return
+    _end(entry)
 
 
 def _end(entry: Entry) -> None:

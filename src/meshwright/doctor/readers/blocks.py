@@ -24,7 +24,7 @@ PATIENCE_FOR_CHAIN = 100
 _EXCEPTION = re.compile(r"(?P<type>[A-Za-z_][\w.]{0,120})(?:: ?(?P<message>.*))?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _THREAD = re.compile(
-    r"(?P<current>Current thread|Thread) (?P<id>0x[0-9a-f]{1,16})(?: \[(?P<name>[^\]]{0,60})\])? "
+    r"(?:(?P<current>Current thread|Thread) (?P<id>0x[0-9a-f]{1,16})(?: \[(?P<name>[^\]]{0,60})\])?|Stack) "
     r"\(most recent call first\)"
 )
 PYSPY_THREAD = re.compile(
@@ -53,6 +53,8 @@ class Block:
     """
 
     patience = 3000
+    #: What every line of it begins with.
+    indent = ""
 
     def __init__(self, prefix: Prefix, line: int, facts: FileFacts) -> None:
         self.prefix = prefix
@@ -89,7 +91,7 @@ class Traceback(Block):
         self._over = False
 
     def _take(self, prefix: Prefix, line: int) -> bool:
-        text = prefix.rest
+        text = prefix.rest.removeprefix(self.indent)
         if self._over:
             return self._after(prefix, line)
         if (frame := python_frame(text)) is not None:
@@ -166,7 +168,8 @@ class FaultHandler(Block):
         if match is None or len(self._threads) >= 256:
             return False
         self.frames = []
-        self._threads.append((match["name"] or match["id"], match["current"] == "Current thread", line, self.frames))
+        name = match["name"] or match["id"] or "current"
+        self._threads.append((name, match["current"] in ("Current thread", None), line, self.frames))
         return True
 
     def _take(self, prefix: Prefix, line: int) -> bool:

@@ -26,6 +26,8 @@ _FIELD = re.compile(r"(?:^|\s)(?P<name>time|host|rank)\s{1,12}: (?P<value>[^\n]{
 _RANK = re.compile(r"(?P<rank>\d{1,7}) \(local_rank: (?P<local>\d{1,5})\)")
 #: The table is looked for in this many lines before the exit code.
 LINES_BEFORE = 6
+#: A traceback in the table is indented by so much.
+TABLE_INDENT = "  "
 
 
 def table_entry(before: list[str], prefix: Prefix, line: int, facts: FileFacts, clock: Clock) -> bool:

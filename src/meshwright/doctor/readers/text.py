@@ -17,7 +17,7 @@ from meshwright.doctor.readers.blocks import Block, opened
 from meshwright.doctor.readers.calls import CallLog
 from meshwright.doctor.readers.clock import Clock
 from meshwright.doctor.readers.environment import environment, is_environment
-from meshwright.doctor.readers.launcher import LINES_BEFORE, table_entry
+from meshwright.doctor.readers.launcher import LINES_BEFORE, TABLE_INDENT, table_entry
 from meshwright.doctor.readers.nccl_debug import NcclDebug
 from meshwright.doctor.readers.prefix import Prefix, peel
 from meshwright.doctor.readers.resolve import resolve
@@ -151,6 +151,8 @@ class _Scan:
         self._from = 0
         self._whole_until = 0
         self._needles: tuple[bytes, ...] = NEEDLES
+        #: Line, rank and time of the last entry of torchrun's table of failures.
+        self._table: tuple[int, int | None, float | None] = (-LINES_BEFORE, None, None)
 
     def lines(self, buffer: bytes, start: int = 0, end: int | None = None) -> None:
         """Read whole lines, those between ``start`` and ``end`` (no copy is made of them)."""
@@ -224,7 +226,11 @@ class _Scan:
     def _one(self, prefix: Prefix, buffer: bytes, start: int) -> None:
         if self._open and self._continues(prefix):
             return
+        in_table = "traceback : " in prefix.rest and self._number - self._table[0] < LINES_BEFORE
+        if in_table and prefix.rank is None:
+            _, prefix.rank, prefix.at = self._table
         if (block := opened(prefix, self._number, self._facts)) is not None:
+            block.indent = TABLE_INDENT if in_table else ""
             self._begin(block)
             return
         self._message(prefix, buffer, start)
@@ -266,6 +272,7 @@ class _Scan:
         if "exitcode " in text:
             before = self._lines_before(buffer, start)
             if table_entry(before, prefix, number, facts, self._clock):
+                self._table = number, prefix.rank, prefix.at
                 return
         if reports(prefix, number, facts) or environment(prefix, number, facts):
             return
