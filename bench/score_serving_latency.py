@@ -10,6 +10,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bench.scoring import ScoreRow, summarize
 from bench.serving_rows import Pool, Run, family, read_runs
@@ -222,7 +223,7 @@ def held_out(truth: Path) -> list[str]:
     return lines
 
 
-def coverage(runs: Sequence[Run], logs: Mapping[str, Sequence[float]]) -> list[str]:
+def coverage(runs: Sequence[Run], logs: Mapping[str, Any]) -> list[str]:
     """Share of rows whose measurement lies inside the interval around the left-out prediction, by family."""
     groups: dict[str, dict[str, list[bool]]] = {}
     for i, run in enumerate(runs):

@@ -63,7 +63,7 @@ def step_seconds(c: Constants, counts: Counts) -> tuple[Array, Array, Array]:
     return total + s[:, 2] * c["passes"], s[:, 1] + s[:, 6] * moe + s[:, 7] * c["quantizing"], of_experts
 
 
-def predict(c: Constants, counts: Counts) -> tuple[Array, Array, dict[str, Array]]:
+def predict(c: Constants, counts: Counts) -> tuple[Array, Array]:
     """TTFT and TPOT in seconds of every run."""
     work, launches, experts = step_seconds(c, counts)
     runs, i = counts.runs, counts.info
@@ -78,7 +78,8 @@ def predict(c: Constants, counts: Counts) -> tuple[Array, Array, dict[str, Array
     pooled = np.array([r.prefill is not None for r in runs])
 
     def graph(at: Array, n: Array) -> Array:
-        return work[at] + launches[at] * launch + c["step"] + batched(n, c["sequences"]) * sequence
+        seconds: Array = work[at] + launches[at] * launch + c["step"] + batched(n, c["sequences"]) * sequence
+        return seconds
 
     def decoded(at: Array, n: Array) -> Array:
         return np.where(undeclared, np.maximum(graph(at, n), launches[at] * idle), graph(at, n)) / gain
@@ -102,17 +103,12 @@ def predict(c: Constants, counts: Counts) -> tuple[Array, Array, dict[str, Array
         lanes, i["users"], i["lanes"], i["dp"] * i["workers"], i["osl"], move, Host(request, 0.5, c["queue"]),
         1.0 / PROMPTS, np.maximum, np.minimum,
     )  # fmt: skip
-    ttft, tpot = np.where(pooled, p.ttft, t.ttft), np.where(pooled, p.tpot, t.tpot)
-    return (
-        ttft,
-        tpot,
-        {"dec": dec, "pre": prompt, "inc": np.where(pooled, lanes.prompt, t.round), "queue": t.place_wait},
-    )
+    return np.asarray(np.where(pooled, p.ttft, t.ttft)), np.asarray(np.where(pooled, p.tpot, t.tpot))
 
 
 def residuals(c: Constants, counts: Counts) -> tuple[Array, Array]:
     """Log of predicted over measured TTFT and TPOT."""
-    ttft, tpot, _ = predict(c, counts)
+    ttft, tpot = predict(c, counts)
     return np.log(ttft / np.array([r.ttft_s for r in counts.runs])), np.log(
         tpot / np.array([r.tpot_s for r in counts.runs])
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Any
 
 from bench.serving_rows import SYSTEMS, Pool, Run
 from meshwright import engines
@@ -25,7 +26,7 @@ ENDINGS = {"fp4": ("-nvfp4", "-instruct-nvfp4"), "fp8": ("-fp8", "-instruct-fp8"
 NAMED = {("llama-3.1-70b", "fp4"): "llama-3.3-70b-instruct-nvfp4", ("deepseek-r1", "fp4"): "deepseek-r1-nvfp4",
          ("deepseek-v3", "fp4"): "deepseek-r1-nvfp4"}  # fmt: skip
 #: Quantization taken where no checkpoint of the precision is known.
-MADE = {
+MADE: dict[str, dict[str, Any]] = {
     "fp4": {
         "quantization": {
             "quant_algo": "NVFP4",

@@ -32,6 +32,8 @@ SGLANG_SHARE = 0.92
 KINDS = ("dense", "experts", "attention", "light")
 GENERATIONS = ("hopper", "blackwell")
 Array = np.ndarray[Any, Any]
+#: Steps of a run: decoding, decoding a quarter of the requests, a prompt beside them, a prompt alone.
+STEPS = ("dec", "low", "mix", "pre")
 
 
 @dataclass
@@ -112,7 +114,8 @@ def _count(flat: Flat, placement: Placement, cluster: Cluster, decode: Batch | N
 
 def collect(runs: Sequence[Run]) -> Counts:
     """Count the steps of all runs."""
-    flat, known = Flat(), {}
+    flat = Flat()
+    known: dict[Any, int] = {}
     names = ("users", "batch", "isl", "osl", "dp", "workers", "lanes", "each_dp", "cap", "launches_dec", "kv_bytes")
     info: dict[str, list[float]] = {name: [] for name in names}
     at: dict[str, list[int]] = {"dec": [], "low": [], "mix": [], "pre": []}
@@ -148,28 +151,36 @@ def collect(runs: Sequence[Run]) -> Counts:
         for name in names:
             info[name].append(float(row[name]))
     return Counts(
-        list(runs), np.array(flat.kernels, float), np.array(flat.messages, float), np.array(flat.steps, float),
-        *(np.array(at[n]) for n in ("dec", "low", "mix", "pre")), {n: np.array(v) for n, v in info.items()},
-    )  # fmt: skip
+        runs=list(runs),
+        kernels=np.array(flat.kernels, float),
+        messages=np.array(flat.messages, float),
+        steps=np.array(flat.steps, float),
+        **{name: np.array(at[name]) for name in STEPS},
+        info={name: np.array(values) for name, values in info.items()},
+    )
 
 
 def subset(counts: Counts, chosen: Sequence[int]) -> Counts:
     """Only some runs, with only their steps."""
     picked = np.array(list(chosen), int)
-    at = [getattr(counts, name)[picked] for name in ("dec", "low", "mix", "pre")]
-    used = np.unique(np.concatenate(at))
+    at = {name: getattr(counts, name)[picked] for name in STEPS}
+    used = np.unique(np.concatenate(list(at.values())))
     place = np.full(len(counts.steps), -1)
     place[used] = np.arange(len(used))
 
     def rows(table: Array) -> Array:
-        kept = table[place[table[:, 0].astype(int)] >= 0].copy()
+        kept: Array = table[place[table[:, 0].astype(int)] >= 0].copy()
         kept[:, 0] = place[kept[:, 0].astype(int)]
         return kept
 
     return Counts(
-        [counts.runs[i] for i in picked], rows(counts.kernels), rows(counts.messages), counts.steps[used],
-        *(place[a] for a in at), {n: v[picked] for n, v in counts.info.items()},
-    )  # fmt: skip
+        runs=[counts.runs[i] for i in picked],
+        kernels=rows(counts.kernels),
+        messages=rows(counts.messages),
+        steps=counts.steps[used],
+        **{name: place[numbers] for name, numbers in at.items()},
+        info={name: values[picked] for name, values in counts.info.items()},
+    )
 
 
 def worker(pool: Pool) -> Pool:

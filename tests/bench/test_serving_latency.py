@@ -97,7 +97,7 @@ def test_the_fit_and_the_plan_use_the_same_formulas() -> None:
 
     runs, _ = read_runs(SAMPLE / "serving_latency.csv")
     few = runs[::6]
-    ttft, tpot, _ = predict(constants(), collect(few))
+    ttft, tpot = predict(constants(), collect(few))
     known: dict[object, int] = {}
     for i, run in enumerate(few):
         time = predicted(run, known)
