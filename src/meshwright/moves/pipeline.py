@@ -234,12 +234,20 @@ class Simulation:
         return 1 - busy / (len(self.spans) * self.makespan)
 
 
-def simulate(table: Table, forward_s: float = 1.0, backward_s: float = 2.0, transfer_s: float = 0.0) -> Simulation:
-    """Run the table with equal times for every chunk: an action starts when its rank is free and its input is there.
+def simulate(
+    table: Table,
+    forward_s: float = 1.0,
+    backward_s: float = 2.0,
+    transfer_s: float = 0.0,
+    *,
+    seconds_of: Callable[[Action], float] | None = None,
+) -> Simulation:
+    """Run the table: an action starts when its rank is free and its input is there.
 
     Args:
         table: what to run. forward_s, backward_s: of one chunk; each half of a split backward takes half of it.
         transfer_s: of a hand-off between ranks.
+        seconds_of: time of every action, where chunks differ; then the first two count for nothing.
 
     Raises:
         InputError: the table deadlocks (an order in which every rank waits for another).
@@ -260,7 +268,7 @@ def simulate(table: Table, forward_s: float = 1.0, backward_s: float = 2.0, tran
                     break
                 ready = [ended[i] + (0.0 if table.rank_of(i.chunk) == rank else transfer_s) for i in inputs]
                 start = max([free[rank], *ready])
-                end = start + lasts[action.kind]
+                end = start + (lasts[action.kind] if seconds_of is None else seconds_of(action))
                 ended[_input_gradient(action)], free[rank] = end, end
                 spans[rank].append((start, end))
                 position[rank] += 1

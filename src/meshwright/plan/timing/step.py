@@ -231,6 +231,33 @@ def _part(op: Op, kind: str) -> str:
     return "weights" if kind == "dense" else "other"
 
 
+def work_of(op: Op, count: int, held: int, spread: bool, groups: Groups) -> Kernel | Message:
+    """An op as work, ``count`` times.
+
+    Args:
+        op: of the ledger, no mark. count: how often the step runs it.
+        held: experts on the rank. spread: they lie on several ranks.
+        groups: of the rank.
+    """
+    if op.group is not None:
+        return Message(op.op, groups.of(op.group), op.payload, count * op.repeats)
+    kind = shape_class(op)
+    experts = op.shapes[1][0] if kind == "experts" else 0
+    return Kernel(
+        kind,
+        op.dtype,
+        op.payload,
+        op.flops,
+        op_width(op),
+        experts,
+        held if experts else 0,
+        op.shapes[0][0] / experts if experts else 0.0,
+        spread,
+        _part(op, kind),
+        count * op.repeats,
+    )
+
+
 def _add(
     ops: Iterable[Op],
     count: int,
@@ -243,23 +270,8 @@ def _add(
     for op in ops:
         if op.op == "mark":
             continue
-        if op.group is not None:
-            messages.append(Message(op.op, groups.of(op.group), op.payload, count * op.repeats))
-            continue
-        kind = shape_class(op)
-        experts = op.shapes[1][0] if kind == "experts" else 0
-        kernels.append(
-            Kernel(
-                kind,
-                op.dtype,
-                op.payload,
-                op.flops,
-                op_width(op),
-                experts,
-                held if experts else 0,
-                op.shapes[0][0] / experts if experts else 0.0,
-                spread,
-                _part(op, kind),
-                count * op.repeats,
-            )
-        )
+        found = work_of(op, count, held, spread, groups)
+        if isinstance(found, Message):
+            messages.append(found)
+        else:
+            kernels.append(found)

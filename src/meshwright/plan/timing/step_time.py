@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from meshwright.plan.timing.collective import curve, small_all_reduce_seconds
 from meshwright.plan.timing.compute import Efficiency, constants, efficiency, generation, peak_flops, roofline
-from meshwright.plan.timing.step import Kernel, Work
+from meshwright.plan.timing.step import Kernel, Message, Work
 from meshwright.specs.cluster import Cluster
 
 #: Parts of a step, in the order in which they are shown.
@@ -100,6 +100,16 @@ def kernel_seconds(k: Kernel, e: Efficiency, rate: float, peak: float) -> float:
     return found
 
 
+def message_seconds(m: Message, cluster: Cluster) -> float:
+    """Seconds of one collective or hand-off of a step; small all_reduces run by the engine's own kernels."""
+    if m.wiring.members <= 1:
+        return 0.0
+    if m.op == "all_reduce":
+        share = constants()[f"small.{generation(cluster.device)}"]
+        return small_all_reduce_seconds(m.wiring, m.payload_bytes, share, cluster)
+    return curve(m.op, m.wiring, cluster).seconds(m.payload_bytes)
+
+
 def step_seconds(work: Work, cluster: Cluster, engine: EngineTime) -> StepTime:
     """Time the counted work of one rank on a device of ``cluster``, CUDA graphs assumed.
 
@@ -115,15 +125,7 @@ def step_seconds(work: Work, cluster: Cluster, engine: EngineTime) -> StepTime:
             known[key] = efficiency(device, k.kind, k.dtype), peak_flops(device, k.dtype)
         e, peak = known[key]
         of[k.part] += kernel_seconds(k, e, device.bandwidth_bytes_s, peak) * k.repeats
-    share = c[f"small.{generation(device)}"]
-    for m in work.messages:
-        if m.wiring.members <= 1:
-            continue
-        if m.op == "all_reduce":
-            one = small_all_reduce_seconds(m.wiring, m.payload_bytes, share, cluster)
-        else:
-            one = curve(m.op, m.wiring, cluster).seconds(m.payload_bytes)
-        of["communication"] += one * m.repeats
+    of["communication"] = sum(message_seconds(m, cluster) * m.repeats for m in work.messages)
     launches = work.launches + work.expert_launches * c[f"expert_launches.{generation(device)}"]
     launches += work.quantizing * c["quantizing"]
     of["other"] += c["passes"] * work.passes_bytes / device.bandwidth_bytes_s
