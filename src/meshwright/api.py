@@ -132,14 +132,38 @@ def plan_pools(
             f"prefill on {layouts[0].world} and decode on {layouts[1].world} devices need {sum(nodes)} nodes of "
             f"{node}, the cluster has {cluster.nodes}"
         )
-    works = (replace(workload, concurrency=None, rate=None), workload)
+    untimed = replace(workload, ttft_s=None, tpot_s=None)
+    works = (replace(untimed, concurrency=None, rate=None), untimed)
     name = model if isinstance(model, str) else spec.name
     plans = []
     for layout, count, work in zip(layouts, nodes, works, strict=True):
         part = replace(cluster, nodes=min(count, cluster.nodes))
         plan = plan_serve(spec, part, work, layout=layout, engine=engine, settings=settings)
         plans.append(replace(plan, asked=name))
-    return plans[0], plans[1]
+    return _timed_pools(plans[0], replace(plans[1], workload=workload))
+
+
+def _timed_pools(first: Plan, second: Plan) -> tuple[Plan, Plan]:
+    """The pair with one prediction, that of both pools together, at the decode side; its targets are judged by it."""
+    from meshwright.plan.plan import Prediction
+    from meshwright.plan.serving_time_pools import Pool, pool_time
+    from meshwright.plan.targets import missed_by
+
+    if (
+        first.chosen is None
+        or second.chosen is None
+        or second.settings is None
+        or not isinstance(second.workload, Serve)
+    ):
+        return first, second
+    sides = [Pool(p.chosen.placement, p.cluster, 1) for p in (first, second) if p.chosen is not None]
+    work, settings = second.workload, second.settings
+    later = Prediction(lambda: pool_time(sides[0], sides[1], work, settings))
+    alone = replace(first, chosen=replace(first.chosen, cost=replace(first.chosen.cost, later=None)))
+    joint = replace(second, chosen=replace(second.chosen, cost=replace(second.chosen.cost, later=later)))
+    judged = second.ok and (work.ttft_s is not None or work.tpot_s is not None)
+    late = missed_by(work, later.time, "the pair") if judged else ""
+    return alone, replace(joint, verdict=late, fast_enough=False) if late else joint
 
 
 def plan_train(

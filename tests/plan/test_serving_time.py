@@ -9,6 +9,7 @@ from math import inf
 import pytest
 
 from meshwright import Serve, plan_serve
+from meshwright.api import plan_pools
 from meshwright.plan.plan import Candidate, Plan
 from meshwright.plan.serving_time import ServingTime, log_width, serving_time
 from meshwright.plan.serving_time_pools import Pool, best_ratio, pool_time
@@ -173,3 +174,18 @@ def test_pools_and_their_best_ratio() -> None:
     assert ratios[0].tokens_per_s_device == max(r.tokens_per_s_device for r in ratios)
     strict = replace(work, ttft_s=three.ttft.value * 1.01)
     assert best_ratio(side, side, strict, plan.settings, devices=8)[0].prefill_workers == 3
+
+
+def test_planned_pools_have_one_prediction_and_keep_their_targets() -> None:
+    asked = {"prefill": "tp=2", "decode": "tp=2"}
+    first, second = plan_pools("llama-3.1-70b", "1x4xH200", Serve(isl=1000, osl=200, concurrency=16), **asked)
+    assert first.chosen is not None
+    assert second.chosen is not None
+    assert first.chosen.cost.predicted is None
+    time = second.chosen.cost.predicted
+    assert time is not None
+    assert dict(time.ttft_parts)["transfer"] > 0
+    work = Serve(isl=1000, osl=200, concurrency=16, tpot_s=time.tpot.value * 0.9)
+    _, late = plan_pools("llama-3.1-70b", "1x4xH200", work, **asked)
+    assert not late.ok
+    assert "the pair fits, but a token is predicted to take" in late.verdict

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from meshwright.plan.cost import serve_cost
 from meshwright.plan.memory import ServeMemory
 from meshwright.plan.plan import Candidate, Rejected
+from meshwright.plan.serving_time import ServingTime
 from meshwright.plan.timing.estimate import Seconds
 from meshwright.specs.layout import product
+from meshwright.specs.workload import Serve
 
 if TYPE_CHECKING:
     from meshwright.plan.serve import ServeContext
@@ -75,6 +77,11 @@ def missed(ctx: ServeContext, candidate: Candidate) -> str:
             f"too slow: {name} fits, but {w.rate:,.2f} requests/s are asked and about {time.requests_per_s:,.2f} are "
             "predicted to be its most; add devices, or shorten the requests"
         )
+    return missed_by(w, time, name)
+
+
+def missed_by(w: Serve, time: ServingTime, name: str) -> str:
+    """Verdict on a latency target that a prediction breaks; empty when it breaks none."""
     for what, found, target_s in (("a token", time.tpot, w.tpot_s), ("the first token", time.ttft, w.ttft_s)):
         if target_s is not None and found.value > target_s:
             return (
