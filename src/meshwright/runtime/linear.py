@@ -1,9 +1,10 @@
 """``x W^T + b`` as one torch op, ``meshwright::linear``, computed the way that is fastest on this machine's CPU.
 
-What was found on an AVX2 CPU with torch 2.13, one thread (CPU time of ``F.linear`` over that of the way chosen): fp32
-weights of 256 x 1024 and 4 rows 2.0, 16 rows 1.35, when the weight is the *left* operand, ``(W x^T)^T``; bf16 weights
-of 1536 x 576 and 16 rows 3.4, when they are widened to fp32 for the product. CPUs that multiply bf16, and BLAS
-libraries that do not care which operand is which, answer the probe differently: it measures both ways once a process.
+What was found on an AVX2 CPU with torch 2.13, one thread, as CPU time of ``F.linear`` over that of the way chosen. fp32
+with the weight as the *left* operand, ``(W x^T)^T``: 256 x 1024 and 4 rows 1.9, 16 rows 1.2; 8192 x 256 and 4 rows 1.8,
+16 rows 1.15; no gain where the output is wide and not very wide. bf16 widened to fp32 for the product: 1536 x 576 and
+16 rows 3.4. CPUs that multiply bf16, and BLAS libraries that do not care which operand is which, answer the probe
+differently: it measures both ways once a process.
 
 The recorder sees the op as the matrix product it is, whichever way it is computed.
 """
@@ -22,6 +23,8 @@ from torch import Tensor
 PROBE_ROWS, PROBE_SHAPE, PROBE_RUNS = 8, (256, 1024), 5
 #: A way is taken when it is at least this much faster than ``F.linear``.
 CLEARLY = 1.15
+#: Weights that gain as left operand: input at least so many times the output, or so many outputs.
+NARROW, VERY_WIDE = 2, 4096
 
 _library = torch.library.Library("meshwright", "FRAGMENT")
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -35,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _swapped(x: Tensor, weight: Tensor) -> Tensor:
     """The weight as the left operand."""
-    return torch.mm(weight, x.t()).t()
+    return torch.mm(weight, x.t()).t().contiguous()
 
 
 def _widened(x: Tensor, weight: Tensor) -> Tensor:
@@ -64,10 +67,17 @@ def _least_ns(run: Callable[[], object]) -> int:
     return min(times)
 
 
+def _gains(rows: int, weight: Tensor) -> bool:
+    """Whether another way than ``F.linear`` may be faster for a weight."""
+    if weight.dtype == torch.bfloat16:
+        return rows > 1
+    n, k = weight.shape
+    return weight.dtype == torch.float32 and rows > 2 and (k >= NARROW * n or n >= VERY_WIDE)
+
+
 def _on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.numel() // max(1, x.shape[-1])
-    few = 1 if weight.dtype != torch.float32 else 2
-    way = _better(weight.dtype) if rows > few and weight.dtype in {torch.float32, torch.bfloat16} else None
+    way = _better(weight.dtype) if _gains(rows, weight) else None
     if way is None:
         return F.linear(x, weight, bias)
     out = way(x.reshape(rows, -1), weight)

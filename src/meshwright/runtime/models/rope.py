@@ -52,16 +52,18 @@ def _yarn(rope: Rope, inv: Tensor, head_dim: int) -> Tensor:
 
 
 def turns(inv: Tensor, positions_T: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of absolute positions, each ``(T, 1, d)``, computed in fp32."""
+    """Cosine and sine of absolute positions for ``turn``, each ``(T, 1, d)``, computed in fp32.
+
+    The sine's first half is negated, so that turning is one product with the halves of x swapped.
+    """
     angles = positions_T.float()[:, None] * inv[None, :]
-    wide = torch.cat((angles, angles), dim=-1)[:, None, :]
-    return (wide.cos() * scale).to(dtype), (wide.sin() * scale).to(dtype)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.cat((cos, cos), dim=-1)[:, None].to(dtype), torch.cat((-sin, sin), dim=-1)[:, None].to(dtype)
 
 
 def turn(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn pairs ``(i, i + d/2)``, the order of Hugging Face checkpoints."""
-    a, b = x_THd.chunk(2, dim=-1)
-    return x_THd * cos + torch.cat((-b, a), dim=-1) * sin
+    return torch.addcmul(x_THd * cos, x_THd.roll(x_THd.shape[-1] // 2, dims=-1), sin)
 
 
 def apart(x_THd: Tensor) -> Tensor:

@@ -152,9 +152,13 @@ class PagedCache:
     def read(self, layer: int, table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first ``tokens`` tokens: ``(..., tokens, H, d)`` for a table ``(..., M)``."""
         used = table[..., : blocks_for(tokens, self.block_size)]
-        k, v = self.k[layer][used], self.v[layer][used]
+        shape, flat = (*used.shape[:-1], used.shape[-1] * self.block_size), used.reshape(-1)
         at = used.dim() - 1
-        return k.flatten(at, at + 1).narrow(at, 0, tokens), v.flatten(at, at + 1).narrow(at, 0, tokens)
+
+        def of(pool: Tensor) -> Tensor:
+            return pool.index_select(0, flat).view(*shape, *pool.shape[2:]).narrow(at, 0, tokens)
+
+        return of(self.k[layer]), of(self.v[layer])
 
     def batch(self, parts: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[bool], phase: str) -> Batch:
         """Lay out one pass and take the blocks it needs.
