@@ -35,6 +35,9 @@ def readings(view: View) -> list[Reading]:
     found = divergences(lanes, lambda g, s: passed_by_all(stall, lanes, g, s), frozenset(stall.stale))
     out = []
     for divergence in found:
+        strayed = divergence.by_stack and divergence.kind in {"jumped", "other"}
+        if strayed and not set(divergence.guilty) <= set(stall.roots) - set(stall.pending):
+            continue  # it waits somewhere itself, so that the line it came from explains nothing
         at = view.created(divergence.others + divergence.guilty, divergence.group, divergence.seq)
         out.append(Reading(divergence, _finding(view, divergence, at), at if at is not None else 1e18))
     return sorted(out, key=lambda r: (r.at, r.divergence.group, r.divergence.seq, r.divergence.guilty))

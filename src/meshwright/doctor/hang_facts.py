@@ -72,7 +72,7 @@ def _death(cause: Fact, together: Sequence[Fact], incident: Incident, facts: Seq
     signal = cause.data.get("signal")
     if cause.kind == "killed" and isinstance(signal, str):
         how = f"was killed by {signal}"
-    site = site_of(user_frame(_frames(cause)))
+    site = site_of(user_frame(_frames(cause) or _raised(cause, incident)))
     who = ranks_text(ranks) if ranks else "a process whose rank is not known"
     echoes = [f"{f.text} ({f.source})" for f in incident.facts if f.rank not in ranks and follows(f)]
     echoes += [f"{f.text} ({f.source})" for f in facts if f not in together]
@@ -114,6 +114,14 @@ def vanished(incident: Incident, finding: Finding) -> Finding:
         advice=ADVICE["dead_rank"],
         alternative=f"{who} stands still on its host",
     )
+
+
+def _raised(cause: Fact, incident: Incident) -> list[Frame]:
+    """The stack of the exception that a line about memory belongs to."""
+    for fact in incident.facts:
+        if fact.kind == "exception" and fact.rank == cause.rank and cause.text.strip() in fact.text:
+            return _frames(fact)
+    return []
 
 
 def reported(incident: Incident) -> list[Finding]:

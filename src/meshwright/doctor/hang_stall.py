@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 from meshwright.doctor.advice import ADVICE
 from meshwright.doctor.findings import Finding, ranks_text
@@ -11,7 +12,7 @@ from meshwright.doctor.hang_calls import after_loop
 from meshwright.doctor.hang_crossed import call_name, crossings, cycle_crossing, earliest, since
 from meshwright.doctor.hang_programs import Deviation, deviation
 from meshwright.doctor.hang_splits import splits
-from meshwright.doctor.incident import SCHEDULED, STARTED, Fact, Frame, user_frame
+from meshwright.doctor.incident import SCHEDULED, STARTED, Fact, Frame, Trace, user_frame
 from meshwright.doctor.view import View, site_of
 from meshwright.ledger.stall import Pending
 
@@ -30,6 +31,8 @@ _DEVICE_WAITS = (
 )
 #: Ranks whose whole order of calls is held against others'.
 MAX_SUSPECTS = 16
+#: Calls of a rank in which its habits are looked up.
+HABIT = 4000
 
 
 def stack_of(view: View, rank: int) -> tuple[list[Frame], Fact | None]:
@@ -238,6 +241,9 @@ def _cycle(view: View, ranks: tuple[int, ...]) -> Finding:
     order = sorted(classes.values(), key=lambda c: (-len(c), c))
     lead = len(order) > 1 and len(order[0]) > len(order[1]) and not p2p
     guilty = tuple(sorted(r for c in order[1:] for r in c)) if lead else ranks
+    odd = tuple(r for r in ranks if departs(view.incident.traces[r], blocked[r].row)) if not lead else ()
+    if 0 < len(odd) < len(ranks):
+        guilty = odd
     some = guilty[0]
     stack = view.incident.traces[some].stack[blocked[some].row]
     evidence = tuple(
@@ -246,8 +252,9 @@ def _cycle(view: View, ranks: tuple[int, ...]) -> Finding:
         for r, c in list(blocked.items())[:16]
     )
     kind_name = "p2p_order" if any(c.p2p for c in blocked.values()) else "group_order"
+    own = f", in which {ranks_text(odd)} left the order of the calls before" if guilty == odd else ""
     head = (
-        f"{ranks_text(ranks)} wait for each other in hand-offs"
+        f"{ranks_text(ranks)} wait for each other in hand-offs{own}"
         if p2p
         else f"{ranks_text(guilty)} entered {call_name(view, blocked[some])} before the call that the others are in"
     )
@@ -266,6 +273,13 @@ def _cycle(view: View, ranks: tuple[int, ...]) -> Finding:
         view.label(blocked[some].group),
         blocked[some].seq,
     )
+
+
+def departs(trace: Trace, row: int) -> bool:
+    """Whether a call is not what followed the call before it whenever that was made earlier by the same rank."""
+    keys = list(zip(trace.group[max(0, row - HABIT) : row + 1], trace.signature[max(0, row - HABIT) : row + 1]))
+    earlier = {after for before, after in pairwise(keys[:-1]) if before == keys[-2]} if len(keys) > 1 else set()
+    return bool(earlier) and keys[-1] not in earlier
 
 
 def nobody_missing(view: View) -> list[Finding]:

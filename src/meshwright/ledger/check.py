@@ -188,6 +188,9 @@ def _divergence(
     kind, known, usual = _jump(right, odd, seq, stacks)
     matched, count = 0, 1
     same_line = stacks and rights[0][1] == odds[0][1] and rights[0][0] != odds[0][0]
+    if same_line and fit is not None:  # a line that makes different calls (a wrapper, a backward pass) tells nothing
+        made = {call for call, stack in _pairs(right, True) if stack == rights[0][1]}
+        same_line = odds[0][0] not in made
     if same_line:
         kind, matched = "other", fit.matched if fit is not None and fit.kind == "other" else 0
     elif fit is not None:
@@ -237,6 +240,14 @@ def _of_calls(group: int, lanes: dict[int, Lane], passed: Callable[[int, int], b
     return []
 
 
+def _strays(right: Lane, odd: Lane, seq: int) -> bool:
+    """Whether a rank's last call is the first one from a line that nobody reached before, while the others went on."""
+    if odd.end != seq + 1 or right.end <= odd.end:
+        return False
+    stack, own = _value(odd, seq, "stacks"), ints(odd.stacks)[: seq - odd.first]
+    return len(own) > 0 and stack not in own and stack not in ints(right.stacks)
+
+
 def _of_stacks(group: int, lanes: dict[int, Lane], before: int | None) -> list[Divergence]:
     """The first order number from which stacks of some members are shifted against the others'."""
     if any(min(ints(lane.stacks), default=-1) < 0 for lane in lanes.values()):
@@ -255,7 +266,8 @@ def _of_stacks(group: int, lanes: dict[int, Lane], before: int | None) -> list[D
             a = ints(right.stacks)[seq - right.first :].tolist()
             b = ints(other.stacks)[seq - other.first :].tolist()
             fit = fit_of(a, b)
-            if fit is not None and fit.kind in {"skipped", "extra"}:
+            shifted = fit is not None and fit.kind in {"skipped", "extra"}
+            if shifted or (clear and _strays(right, other, seq)):
                 found.append(_divergence(group, lanes, seq, rights, odd, clear, True))
         if found:
             return found

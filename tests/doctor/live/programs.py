@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -198,35 +197,35 @@ def branch(rank: int, world: int) -> None:
 
 def two_back_ends(rank: int, world: int) -> None:
     """A sum in shared memory that one rank skips; it waits in gloo for those that wait for it in shared memory."""
-    total = channel(rank, world)
+    tp = channel(rank, world)
     for step in range(STEPS):
         dist.all_reduce(tensor(16))
         if not (rank == WHO and step == WHEN):
-            total(tensor())  # mistake: two_back_ends
-        total(tensor(4))
+            torch.ops.meshwright.all_reduce_(tensor(), tp)  # mistake: two_back_ends
+        torch.ops.meshwright.all_reduce_(tensor(4), tp)
         dist.all_reduce(tensor(24))
 
 
 def two_back_ends_crossed(rank: int, world: int) -> None:
     """One rank enters gloo before shared memory."""
-    total = channel(rank, world)
+    tp = channel(rank, world)
     for step in range(STEPS):
         if rank == WHO and step == WHEN:
             dist.all_reduce(tensor(16))  # mistake: two_back_ends_crossed
-            total(tensor())
+            torch.ops.meshwright.all_reduce_(tensor(), tp)
         else:
-            total(tensor())
+            torch.ops.meshwright.all_reduce_(tensor(), tp)
             dist.all_reduce(tensor(16))
 
 
-def channel(rank: int, world: int) -> Callable[[torch.Tensor], None]:
-    """An all_reduce through shared memory."""
+def channel(rank: int, world: int) -> int:
+    """A stretch of shared memory that all ranks map."""
     from meshwright.runtime import transport
 
     store = dist.distributed_c10d._get_default_store()
     made = transport.open_channel(store, "live", rank, world, "tp", 600.0)
     assert made is not None
-    return lambda x: torch.ops.meshwright.all_reduce_(x, made.number)
+    return made.number
 
 
 def wrong_root(rank: int, world: int) -> None:
