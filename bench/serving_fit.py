@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.serving_work import GENERATIONS, KINDS, Array, Counts
+from meshwright.plan.serving_time_pools import FULL_LANES
 from meshwright.plan.timing.closed_loop import Host, Load, Steps, closed_loop, pools
 from meshwright.plan.timing.step_time import batched
 
@@ -97,7 +98,7 @@ def predict(c: Constants, counts: Counts) -> tuple[Array, Array]:
     )  # fmt: skip
     t = closed_loop(Steps(dec, low, prompt, each, floor), load, host, np.maximum, np.minimum)
     solo = prompt - experts[counts.pre] * (1 - 1 / i["each_dp"])
-    lanes = Steps(dec, low, solo + (prompt - solo) * np.minimum(i["users"] / i["lanes"] / 8, 1.0), each, floor)
+    lanes = Steps(dec, low, solo + (prompt - solo) * np.minimum(i["users"] / i["lanes"] / FULL_LANES, 1.0), each, floor)
     move = _by(ENGINES, c, "transfer.{}")[engine] + i["kv_bytes"] / c["transfer_gb_s"] / 1e9
     p = pools(
         lanes, i["users"], i["lanes"], i["dp"] * i["workers"], i["osl"], move, Host(request, 0.5, c["queue"]),

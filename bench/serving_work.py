@@ -116,7 +116,7 @@ def collect(runs: Sequence[Run]) -> Counts:
     """Count the steps of all runs."""
     flat = Flat()
     known: dict[Any, int] = {}
-    names = ("users", "batch", "isl", "osl", "dp", "workers", "lanes", "each_dp", "cap", "launches_dec", "kv_bytes")
+    names = ("users", "batch", "isl", "osl", "dp", "workers", "lanes", "each_dp", "cap", "kv_bytes")
     info: dict[str, list[float]] = {name: [] for name in names}
     at: dict[str, list[int]] = {"dec": [], "low": [], "mix": [], "pre": []}
     for run in runs:
@@ -143,7 +143,7 @@ def collect(runs: Sequence[Run]) -> Counts:
         )
         row = {
             "users": run.users, "batch": batch, "isl": isl, "osl": osl, "dp": pool.dp, "workers": pool.workers,
-            "lanes": before.dp * before.workers, "each_dp": before.dp, "cap": cap, "launches_dec": 0,
+            "lanes": before.dp * before.workers, "each_dp": before.dp, "cap": cap,
             "kv_bytes": isl * sum(
                 a.cached_values_per_token for layer in placement.spec.layers if (a := layer.attention)
             ) * 2.0,

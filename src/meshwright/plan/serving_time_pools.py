@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from meshwright.plan.serving_time import ServingTime, interval
-from meshwright.plan.serving_time_steps import Conditions, stage_ranks, timed_steps, word_of
+from meshwright.plan.serving_time_steps import PROMPT_BUDGET, Conditions, stage_ranks, timed_steps, word_of
 from meshwright.plan.timing.closed_loop import Host, PoolTimes, Steps, pools
 from meshwright.plan.timing.compute import constants
 from meshwright.plan.timing.estimate import Seconds, weakest
@@ -100,7 +100,7 @@ def pool_time(
         ttft_parts=parts,
         tpot_parts=tuple((name, of.of(name) * t.tpot / of.seconds) for name in PARTS),
         utilization=t.busy,
-        ttft_points=_points(t, burst),
+        ttft_points=_points(t),
     )
 
 
@@ -119,12 +119,12 @@ def _timed(
     prompt = before.steps.prompt + before.steps.fill
     solo = prompt - before.prompt.of("experts") * (1 - 1 / prefill.placement.layout.dp)
     move = engine.transfer_s + cache_bytes(decode.placement, workload.isl) / constants()["transfer_gb_s"] / 1e9
-    floor = before.prompt.launches * engine.eager_s * ceil(workload.isl / 8192)
+    floor = before.prompt.launches * engine.eager_s * ceil(workload.isl / PROMPT_BUDGET)
     return _Timed(own.steps._replace(prompt=prompt, floor=floor), own.decode, solo, move)
 
 
-def _points(t: PoolTimes, burst: float) -> tuple[float, ...]:
-    """Equally likely TTFTs: a wait that grows evenly to twice its mean; a tenth (``burst``) meets the start."""
+def _points(t: PoolTimes) -> tuple[float, ...]:
+    """Equally likely TTFTs: a wait that grows evenly to twice its mean."""
     fixed = t.ttft - t.prompt_wait
     return tuple(fixed + 2 * t.prompt_wait * (i + 0.5) / 100 for i in range(100))
 
