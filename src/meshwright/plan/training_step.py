@@ -23,7 +23,7 @@ from meshwright.plan.train_shards import train_stages
 from meshwright.plan.wire import Op, collective, compute, hand_off, ways
 from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.layout import Layout
-from meshwright.specs.placement import Coordinate, Placement, RankClass
+from meshwright.specs.placement import Coordinate, Placement, RankClass, Shard
 from meshwright.specs.workload import Train
 
 #: Entries that ``each=True`` may write.
@@ -98,7 +98,7 @@ def training_entries(placement: Placement, train: Train, *, each: bool = False) 
         InputError: the batch does not divide, or ``each`` asks for what the schedule cannot do or too many entries.
     """
     entries: list[Entry] = []
-    for step in _steps(placement, train, each):
+    for step in steps(placement, train, each):
         step.run(Emitter(step.rank_class.name, "forward", entries))
         if len(entries) > MAX_ENTRIES:
             m = microbatches(placement.layout, train)
@@ -112,14 +112,14 @@ def training_ops(placement: Placement, train: Train) -> Iterator[tuple[RankClass
     Raises:
         InputError: the batch does not divide.
     """
-    for step in _steps(placement, train, each=False):
+    for step in steps(placement, train, each=False):
         counted = Counted(step.rank_class.name, "forward", [])
         step.run(counted)
         yield step.rank_class, [(ops, times) for ops, times in counted.lists.values()]
 
 
-def _steps(placement: Placement, train: Train, each: bool) -> Iterator[_Step]:
-    """The step of every rank class, to be run."""
+def steps(placement: Placement, train: Train, each: bool) -> Iterator[_Step]:
+    """The step of every rank class, to be run on an emitter."""
     layout = placement.layout
     m = microbatches(layout, train)
     context = Context(
@@ -189,6 +189,28 @@ class _Everywhere:
             return Held(kinds, ())
         first = stages[0].ends
         return Held(kinds, (*first, *(s for s in stages[-1].ends if s.family not in {f.family for f in first})))
+
+
+def loss_ops(placement: Placement, c: Context, ends: Sequence[Shard]) -> list[Op]:
+    """Final norm, head on every token, and the loss over a cut vocabulary.
+
+    Three sums of one number a token over tp (maximum, target logit, sum of exponentials), as Megatron-LM's
+    ``vocab_parallel_cross_entropy`` does.
+    """
+    norms = [s for s in ends if s.family.role == "norm" and s.family.part == "weight"]
+    ops = [c.norm("final norm", s.shape[0]) for s in norms]
+    p = head_product(placement, ends)
+    if p is None:
+        return ops
+    cut = p.n < placement.spec.vocab
+    ops += c.enter("head input", cut)
+    ops.append(c.product(p, c.tokens))
+    moved = c.tokens * p.n * (DTYPE_BYTES[c.dtype] + 4)
+    ops.append(compute("loss", "cross entropy", ((c.tokens, p.n),), "f32", moved, 0))
+    if cut:
+        for name in ("maximum", "target logit", "sum of exponentials"):
+            ops += collective("all_reduce", f"loss {name}", "tp", c.layout.tp, (c.tokens,), "f32")
+    return ops
 
 
 @dataclass(slots=True)
@@ -329,26 +351,7 @@ class _Step:
         return [op._replace(name=f"recompute {op.name}") for op in ops]
 
     def _loss(self) -> list[Op]:
-        """Final norm, head on every token, and the loss over a cut vocabulary.
-
-        Three sums of one number a token over tp (maximum, target logit, sum of exponentials), as Megatron-LM's
-        ``vocab_parallel_cross_entropy`` does.
-        """
-        c = self.c
-        norms = [s for s in self.held.ends if s.family.role == "norm" and s.family.part == "weight"]
-        ops = [c.norm("final norm", s.shape[0]) for s in norms]
-        p = head_product(self.placement, self.held.ends)
-        if p is None:
-            return ops
-        cut = p.n < self.placement.spec.vocab
-        ops += c.enter("head input", cut)
-        ops.append(c.product(p, c.tokens))
-        moved = c.tokens * p.n * (DTYPE_BYTES[c.dtype] + 4)
-        ops.append(compute("loss", "cross entropy", ((c.tokens, p.n),), "f32", moved, 0))
-        if cut:
-            for name in ("maximum", "target logit", "sum of exponentials"):
-                ops += collective("all_reduce", f"loss {name}", "tp", c.layout.tp, (c.tokens,), "f32")
-        return ops
+        return loss_ops(self.placement, self.c, self.held.ends)
 
     def _once(self, out: Emitter, own: list[Chunk]) -> None:
         """Gradients, clip norm, optimizer, and the gather of what the optimizer updated."""
