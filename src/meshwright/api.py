@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from meshwright.ledger.schema import Ledger
     from meshwright.plan.plan import Command, Plan
     from meshwright.plan.strategies import StrategyRow
+    from meshwright.plan.timeline import Timeline
+    from meshwright.plan.training_time import TrainingTime
 
 #: Engines that train -> preset of what their memory depends on (``plan/constants/training.json``).
 TRAINERS = {
@@ -269,6 +271,46 @@ def fill_ledger(plan: Plan) -> Ledger:
     chosen = plan.chosen
     workload = chosen.workload or plan.workload
     return entries.fill_ledger(chosen.placement, workload, chosen.memory, settings=plan.settings, cluster=plan.cluster)
+
+
+def step_time(plan: Plan) -> TrainingTime:
+    """The predicted optimizer step of a training plan's layout.
+
+    Raises:
+        InputError: the plan has no legal layout.
+    """
+    from meshwright import engines
+    from meshwright.plan.train_engine import engine_preset
+    from meshwright.plan.training_time import training_time
+
+    if plan.chosen is None or not isinstance(plan.workload, Train):
+        raise InputError("the layout is illegal, so there is no step to time")
+    work = plan.chosen.workload or plan.workload
+    assert isinstance(work, Train)
+    preset = engine_preset(TRAINERS.get(engines.split_name(plan.engine)[0], "torch"))
+    return training_time(plan.chosen.placement, plan.cluster, work, preset)
+
+
+def timelines(plan: Plan, prefill: Plan | None = None) -> list[Timeline]:
+    """When everything that a plan's layout does starts and ends: a prefill and a round of decoding, or a step.
+
+    ``prefill``: plan of a prefill pool, whose prefill is shown instead.
+
+    Raises:
+        InputError: a plan has no legal layout.
+    """
+    from meshwright.plan.timeline import serving_timeline
+
+    if plan.chosen is None or (prefill is not None and prefill.chosen is None):
+        raise InputError("the layout is illegal, so there is nothing to time")
+    work = plan.chosen.workload or plan.workload
+    if isinstance(work, Train):
+        from meshwright.plan.timeline_train import training_timeline
+
+        step_s = step_time(plan).step.value
+        return [training_timeline(plan.chosen.placement, plan.cluster, work, step_s).timeline]
+    found = serving_timeline(plan.chosen, plan.cluster, work, plan.settings or ServeSettings())
+    return found if prefill is None else [timelines(prefill)[0], *found[1:]]
 
 
 def strategies(plan: Plan) -> list[StrategyRow]:

@@ -62,6 +62,7 @@ class _Output:
     emit: Path | None = None
     deployment: str | None = None
     options: tuple[str, ...] = ()
+    perfetto: Path | None = None
 
 
 def _emit(result: Plan, out: _Output, prefill: Plan | None = None) -> None:
@@ -80,7 +81,11 @@ def _emit(result: Plan, out: _Output, prefill: Plan | None = None) -> None:
     if out.html is not None:
         from meshwright.report.page import write_page
 
-        write_page(result, ledger, out.html)
+        write_page(result, ledger, out.html, prefill=prefill)
+    if out.perfetto is not None:
+        from meshwright.report.trace import write_trace
+
+        write_trace(result, prefill, out.perfetto)
     result, written = with_emission(result, prefill, out)
     if out.as_json:
         _emit_json(result, ledger if out.ledger else None, rows, prefill)
@@ -94,7 +99,8 @@ def _emit(result: Plan, out: _Output, prefill: Plan | None = None) -> None:
             terminal.show_strategies(rows)
         if out.ledger and ledger is not None:
             terminal.show_ledger(ledger, out.phase)
-        for flag, path in (("page", out.html), ("ledger", out.save_ledger), *(("file", p) for p in written)):
+        paths = (("page", out.html), ("trace", out.perfetto), ("ledger", out.save_ledger))
+        for flag, path in (*paths, *(("file", p) for p in written)):
             if path is not None:
                 typer.echo(f"{flag}: {path}")
     raise typer.Exit(0 if result.ok and (prefill is None or prefill.ok) else 1)
@@ -145,6 +151,7 @@ _ON = typer.Option("here", "--on", help="NODESxDEVICESxKIND@LINK, a TOML file, o
 _LAYOUT = typer.Option(None, "--layout", help="Judge this layout: tp=8,pp=4,dp=2,zero=1. Without it: choose one.")
 _JSON = typer.Option(False, "--json", help="Everything, as JSON with stable keys.")
 _HTML = typer.Option(None, "--html", help="Write one self-contained page.")
+_PERFETTO = typer.Option(None, "--perfetto", help="Write the predicted timeline as a trace that Perfetto opens.")
 _LEDGER = typer.Option(False, "--ledger", help="Print the counted ledger by layer.")
 _PHASE = typer.Option(
     None, "--phase", help="Of the ledger only this phase: prefill, decode, forward, backward, optimizer."
@@ -186,6 +193,7 @@ def serve(
     calibration: Path | None = _CALIBRATION,
     as_json: bool = _JSON,
     html: Path | None = _HTML,
+    perfetto: Path | None = _PERFETTO,
     ledger: bool = _LEDGER,
     phase: str | None = _PHASE,
     strategies: bool = _STRATEGIES,
@@ -234,7 +242,9 @@ def serve(
         speculative=speculative,
         text_only=text_only,
     )
-    out = _Output(as_json, html, ledger, phase, strategies, save_ledger, emit, deployment, tuple(option or ()))
+    out = _Output(
+        as_json, html, ledger, phase, strategies, save_ledger, emit, deployment, tuple(option or ()), perfetto
+    )
     if prefill is None and decode is None:
         known = {"layout": layout, "engine": engine, "settings": settings, "calibration": calibration}
         _emit(plan_serve(model, on, workload, **known), out)  # type: ignore[arg-type]
@@ -265,6 +275,7 @@ def train(
     offload: str = typer.Option("none", "--offload", help="none, optimizer, activations."),
     as_json: bool = _JSON,
     html: Path | None = _HTML,
+    perfetto: Path | None = _PERFETTO,
     ledger: bool = _LEDGER,
     phase: str | None = _PHASE,
     strategies: bool = _STRATEGIES,
@@ -288,4 +299,4 @@ def train(
         offload=offload,
     )
     result = plan_train(model, on, workload, layout=layout, engine=engine, recompute_fixed=recompute is not None)
-    _emit(result, _Output(as_json, html, ledger, phase, strategies, save_ledger, emit))
+    _emit(result, _Output(as_json, html, ledger, phase, strategies, save_ledger, emit, perfetto=perfetto))

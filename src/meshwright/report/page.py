@@ -178,7 +178,7 @@ def render(plan: Plan, ledger: Ledger | None) -> str:
     )
 
 
-def write_page(plan: Plan, ledger: Ledger | None, path: Path) -> None:
+def write_page(plan: Plan, ledger: Ledger | None, path: Path, *, prefill: Plan | None = None) -> None:
     """Write the page; folders on the way are made.
 
     Raises:
