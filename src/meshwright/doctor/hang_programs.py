@@ -7,6 +7,7 @@ different groups follow each other still tells.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from meshwright.doctor.incident import Trace
 from meshwright.doctor.view import View
@@ -163,3 +164,11 @@ def deviation(view: View, rank: int) -> Deviation | None:
         trace.stack[found.mine],
         confidence,
     )
+
+
+def departs(trace: Trace, row: int) -> bool:
+    """Whether a call is not what followed the call before it whenever that was made earlier by the same rank."""
+    first = max(0, row - WINDOW)
+    keys = list(zip(trace.group[first : row + 1], trace.signature[first : row + 1], strict=True))
+    earlier = {after for before, after in pairwise(keys[:-1]) if before == keys[-2]} if len(keys) > 1 else set()
+    return bool(earlier) and keys[-1] not in earlier

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 
 from meshwright.doctor.advice import ADVICE
 from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.hang_calls import after_loop
 from meshwright.doctor.hang_crossed import call_name, crossings, cycle_crossing, earliest, since
-from meshwright.doctor.hang_programs import Deviation, deviation
+from meshwright.doctor.hang_programs import Deviation, departs, deviation
 from meshwright.doctor.hang_splits import splits
-from meshwright.doctor.incident import SCHEDULED, STARTED, Fact, Frame, Trace, user_frame
+from meshwright.doctor.incident import SCHEDULED, STARTED, Fact, Frame, user_frame
 from meshwright.doctor.view import View, site_of
 from meshwright.ledger.stall import Pending
 
@@ -31,8 +30,6 @@ _DEVICE_WAITS = (
 )
 #: Ranks whose whole order of calls is held against others'.
 MAX_SUSPECTS = 16
-#: Calls of a rank in which its habits are looked up.
-HABIT = 4000
 
 
 def stack_of(view: View, rank: int) -> tuple[list[Frame], Fact | None]:
@@ -177,7 +174,8 @@ def _root_finding(view: View, kind: str, confidence: str, rows: list[tuple[int, 
     ranks = tuple(sorted(r for r, _, _ in rows))
     awaited = [c for r in ranks for c in view.stall.awaited[r]]
     first = earliest(view, awaited)
-    frames, site, inside = [], None, ""
+    frames: list[Frame] = []
+    site, inside = None, ""
     for rank in ranks:
         frames, _ = stack_of(view, rank)
         if frames:
@@ -273,13 +271,6 @@ def _cycle(view: View, ranks: tuple[int, ...]) -> Finding:
         view.label(blocked[some].group),
         blocked[some].seq,
     )
-
-
-def departs(trace: Trace, row: int) -> bool:
-    """Whether a call is not what followed the call before it whenever that was made earlier by the same rank."""
-    keys = list(zip(trace.group[max(0, row - HABIT) : row + 1], trace.signature[max(0, row - HABIT) : row + 1]))
-    earlier = {after for before, after in pairwise(keys[:-1]) if before == keys[-2]} if len(keys) > 1 else set()
-    return bool(earlier) and keys[-1] not in earlier
 
 
 def nobody_missing(view: View) -> list[Finding]:

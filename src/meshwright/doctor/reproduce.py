@@ -29,6 +29,7 @@ OPS = (
     "barrier",
 )
 HAND_OFFS = ("send", "recv")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 #: What a rank may do instead of a call.
 DEEDS = ("sleep", "die")
 #: Element types by what recorders call them.
@@ -80,13 +81,14 @@ SHOWN = frozenset(
 
 
 class Act(NamedTuple):
-    """One line of a rank's program: an operation (or ``sleep``, ``die``), group 0 or 1, elements, type, splits."""
+    """One line of a rank's program: operation (or ``sleep``, ``die``), group 0 or 1, elements, type, splits, root."""
 
     op: str
     group: int = 0
     size: int = 2
     dtype: str = "float32"
     splits: tuple[int, int] | None = None
+    root: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +178,12 @@ def _differs(pair: _Pair) -> Acts:
     wanted = pair.at(pair.waiting) or pair.act(None)
     kind = pair.finding.kind
     if kind == "wrong_splits":
-        return [Act("all_to_all", 0, 3, wanted.dtype, (1, 2))], [Act("all_to_all", 0, 3, wanted.dtype, (2, 1))]
+        return [Act("all_to_all", 0, 4, wanted.dtype, (1, 3))], [Act("all_to_all", 0, 4, wanted.dtype, (2, 2))]
     if kind == "wrong_shape" and found.size == wanted.size:
         found = found._replace(size=wanted.size + 2)
-    if kind == "wrong_op" and found.op == wanted.op:
+    if kind == "wrong_op" and found.op == wanted.op and wanted.op in ROOTED:
+        found = found._replace(root=1)
+    elif kind == "wrong_op" and found.op == wanted.op:
         found = found._replace(op="broadcast" if wanted.op != "broadcast" else "all_reduce")
     if kind == "wrong_dtype" and found.dtype == wanted.dtype:
         found = found._replace(dtype="float64" if wanted.dtype != "float64" else "float32")
@@ -248,12 +252,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 WAIT_S = {wait_s}
-#: What each rank does: operation, group, elements, element type, splits of an all_to_all.
+#: What each rank does: operation, group, elements, element type, splits of an all_to_all, root.
 ACTS = {acts}
 '''
 
 _BODY = """
-def call(op, group, size, dtype, splits, rank):
+def call(op, group, size, dtype, splits, root, rank):
     x = torch.ones(size, dtype=getattr(torch, dtype))
     if op == "all_reduce":
         dist.all_reduce(x, group=group)
@@ -262,16 +266,16 @@ def call(op, group, size, dtype, splits, rank):
     elif op == "reduce_scatter":
         dist.reduce_scatter(torch.empty_like(x), [x, x.clone()], group=group)
     elif op == "broadcast":
-        dist.broadcast(x, 0, group=group)
+        dist.broadcast(x, root, group=group)
     elif op == "all_to_all":
         mine = list(splits) if splits else [size // 2, size - size // 2]
         dist.all_to_all_single(torch.empty_like(x), x, mine, mine, group=group)
     elif op == "reduce":
-        dist.reduce(x, 0, group=group)
+        dist.reduce(x, root, group=group)
     elif op == "gather":
-        dist.gather(x, [torch.empty_like(x), torch.empty_like(x)] if rank == 0 else None, 0, group=group)
+        dist.gather(x, [torch.empty_like(x), torch.empty_like(x)] if rank == root else None, root, group=group)
     elif op == "scatter":
-        dist.scatter(x, [x, x.clone()] if rank == 0 else None, 0, group=group)
+        dist.scatter(x, [x, x.clone()] if rank == root else None, root, group=group)
     elif op == "barrier":
         dist.barrier(group=group)
     elif op == "send":
@@ -290,9 +294,9 @@ def run(rank, port):
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=wait)
     groups = [dist.group.WORLD, dist.new_group([0, 1], timeout=wait)]
-    for number, (op, group, size, dtype, splits) in enumerate(ACTS[rank]):
+    for number, (op, group, size, dtype, splits, root) in enumerate(ACTS[rank]):
         print(f"rank {rank} before {number} {op}", flush=True)
-        call(op, groups[group], size, dtype, splits, rank)
+        call(op, groups[group], size, dtype, splits, root, rank)
         print(f"rank {rank} after {number} {op}", flush=True)
     print(f"rank {rank} end", flush=True)
     os._exit(0)
@@ -331,7 +335,8 @@ def render(program: Program, wait_s: int = 5) -> str:
     for acts in program.acts:
         for act in acts:
             known = act.op in (*OPS, *HAND_OFFS, *DEEDS) and act.dtype in DTYPES.values() and act.group in (0, 1)
-            if not known or not 0 <= act.size <= 1 << 20:
+            sized = 0 <= act.size <= 1 << 20 and act.root in (0, 1) and (act.splits is None or len(act.splits) == 2)
+            if not known or not sized:
                 raise InputError("--reproduce: the finding holds an operation that is not of the known ones")
     kind = program.kind if program.kind in SHOWN else "unknown"
     plain = pformat([[tuple(act) for act in acts] for acts in program.acts], width=100)
