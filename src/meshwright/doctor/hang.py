@@ -8,14 +8,15 @@ Confidence is high only where nothing that is missing could turn the verdict.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
-from meshwright.doctor import hang_calls, hang_facts, hang_stall
+from meshwright.doctor import hang_calls, hang_counters, hang_facts, hang_stall
 from meshwright.doctor.advice import ADVICE
 from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.hang_splits import odd_splits
 from meshwright.doctor.incident import Incident
-from meshwright.doctor.view import View
+from meshwright.doctor.view import View, weak
 
 MAX_FINDINGS = 20
 
@@ -27,7 +28,7 @@ def diagnose(incident: Incident) -> list[Finding]:
     dead = hang_facts.deaths(incident)
     told = hang_facts.reported(incident)
     if not found or all(f.kind in {"unknown", "all_arrived"} for f in found):
-        found = [*told, *hang_facts.counters(incident), *found] if told or incident.facts else found
+        found = [*told, *hang_counters.counters(incident), *found] if told or incident.facts else found
     found = _with_deaths(view, found, dead) if dead else [hang_facts.vanished(incident, f) for f in found]
     environment = hang_facts.environments(incident)
     if any(f.kind == "all_arrived" for f in found[:1]) and environment:
@@ -158,7 +159,25 @@ def _finished(view: View, finding: Finding) -> Finding:
             confidence="low",
             headline=f"{finding.headline} (ranks are guessed: it is the rank that wrote {', '.join(files[:3])})",
         )
+    finding = _hosted(view, finding)
     wrapped = sum(1 for t in view.incident.traces.values() if t.wrapped)
     if wrapped and finding.kind in {"healthy", "unknown", "host_stuck"}:
         lacks += (f"on {wrapped} ranks the ring buffer dropped older calls (TORCH_FR_BUFFER_SIZE)",)
     return replace(finding, unknown=tuple(dict.fromkeys((*finding.unknown, *lacks))))
+
+
+def _hosted(view: View, finding: Finding) -> Finding:
+    """Name the machine of the guilty rank where the job ran on several."""
+    hosts: dict[int, set[str]] = {}
+    for fact in view.incident.facts:
+        host = fact.data.get("host")
+        if fact.rank is not None and isinstance(host, str) and not weak(fact):
+            hosts.setdefault(fact.rank, set()).add(host)
+    if len(finding.guilty_ranks) != 1 or len(set().union(*hosts.values())) < 2:
+        return finding
+    rank = finding.guilty_ranks[0]
+    own = hosts.get(rank, set())
+    if len(own) != 1:
+        return finding
+    named = re.sub(rf"\brank {rank}\b", lambda found: f"{found[0]} ({next(iter(own))})", finding.headline, count=1)
+    return replace(finding, headline=named)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from meshwright.doctor.advice import ADVICE
 from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.incident import Fact, Frame, Incident, user_frame
-from meshwright.doctor.view import site_of
+from meshwright.doctor.view import frames_of, site_of, weak
 
 #: Errors that only say that another rank went first or that the wait was given up.
 _FOLLOWS = re.compile(
@@ -29,12 +29,8 @@ def follows(fact: Fact) -> bool:
     return bool(fact.data.get("consequence")) or (fact.kind == "exception" and _FOLLOWS.search(fact.text) is not None)
 
 
-def _frames(fact: Fact) -> list[Frame]:
-    rows = fact.data.get("frames")
-    return [Frame(*row) for row in rows if len(row) == 3] if isinstance(rows, list) else []
-
-
-def _time(fact: Fact) -> float:
+def time_of(fact: Fact) -> float:
+    """When it was, later than everything where that is not known."""
     return fact.at if fact.at is not None else 1e18
 
 
@@ -46,11 +42,15 @@ def deaths(incident: Incident) -> list[Finding]:
         if fact.kind not in order or follows(fact) or fact.data.get("cut"):
             continue
         held = first.get(fact.rank)
-        if held is None or (_time(fact), order[fact.kind], fact.source) < (_time(held), order[held.kind], held.source):
+        if held is None or (time_of(fact), order[fact.kind], fact.source) < (
+            time_of(held),
+            order[held.kind],
+            held.source,
+        ):
             first[fact.rank] = fact
     if len(first) > 1:
         first.pop(None, None)
-    facts = sorted(first.values(), key=lambda f: (_time(f), -1 if f.rank is None else f.rank))
+    facts = sorted(first.values(), key=lambda f: (time_of(f), -1 if f.rank is None else f.rank))
     if not facts:
         return []
     cause = facts[0]
@@ -72,19 +72,21 @@ def _death(cause: Fact, together: Sequence[Fact], incident: Incident, facts: Seq
     signal = cause.data.get("signal")
     if cause.kind == "killed" and isinstance(signal, str):
         how = f"was killed by {signal}"
-    site = site_of(user_frame(_frames(cause) or _raised(cause, incident)))
+    site = site_of(user_frame(frames_of(cause) or _raised(cause, incident)))
     who = ranks_text(ranks) if ranks else "a process whose rank is not known"
     echoes = [f"{f.text} ({f.source})" for f in incident.facts if f.rank not in ranks and follows(f)]
     echoes += [f"{f.text} ({f.source})" for f in facts if f not in together]
     unknown = () if ranks else ("which rank the process was; keep one log a rank, or torchrun's --log-dir",)
     everyone = set(incident.traces) | {f.rank for f in incident.facts if f.rank is not None}
+    sure = cause.at is not None or len(facts) == len(together)
+    confidence = "low" if not ranks else "medium" if weak(cause) or not sure else "high"
     return Finding(
         "dead_rank",
         ranks,
         tuple(sorted(everyone - set(ranks))),
         site,
         cause.at,
-        "high" if ranks and (cause.at is not None or len(facts) == len(together)) else "medium" if ranks else "low",
+        confidence,
         f"{who} {how}: {cause.text}",
         tuple(f"{f.text} ({f.source})" for f in together[:8]),
         unknown,
@@ -101,7 +103,7 @@ def vanished(incident: Incident, finding: Finding) -> Finding:
     closed = [f for f in incident.facts if f.rank not in guilty and _CLOSED.search(f.text)]
     gave_up = [f for f in incident.facts if _GAVE_UP.search(f.text)]
     own = [f for f in incident.facts if f.rank in guilty and f.kind in {"exception", "gloo_error", "stack"}]
-    if not closed or own or any(_time(f) <= min(map(_time, closed)) for f in gave_up):
+    if not closed or own or any(time_of(f) <= min(map(time_of, closed)) for f in gave_up):
         return finding
     who = ranks_text(finding.guilty_ranks)
     return replace(
@@ -120,7 +122,7 @@ def _raised(cause: Fact, incident: Incident) -> list[Frame]:
     """The stack of the exception that a line about memory belongs to."""
     for fact in incident.facts:
         if fact.kind == "exception" and fact.rank == cause.rank and cause.text.strip() in fact.text:
-            return _frames(fact)
+            return frames_of(fact)
     return []
 
 
@@ -174,7 +176,7 @@ def _fingerprints(facts: list[Fact], incident: Incident) -> list[Finding]:
         for side in sides if isinstance(sides, list) else ():
             if isinstance(side, dict) and isinstance(side.get("rank"), int):
                 calls[side["rank"]] = (side.get("op"), tuple(_list(side.get("shape"))), side.get("dtype"))
-    found = _minority(calls)
+    found = minority(calls)
     if found is None:
         return []
     guilty, usual, clear = found
@@ -201,7 +203,7 @@ def _words(call: tuple[object, ...]) -> str:
     return " ".join(str(part) for part in call if part not in (None, ()))
 
 
-def _minority(calls: dict[int, tuple[object, ...]]) -> tuple[tuple[int, ...], tuple[object, ...], bool] | None:
+def minority(calls: dict[int, tuple[object, ...]]) -> tuple[tuple[int, ...], tuple[object, ...], bool] | None:
     """Ranks whose call differs from most, and that call; None when all agree."""
     order = sorted(Counter(calls.values()).items(), key=lambda item: (-item[1], str(item[0])))
     if len(order) < 2:
@@ -229,109 +231,6 @@ def _hung(ranks: list[int], incident: Incident) -> Finding:
         ADVICE["all_arrived" if every else "unknown"],
         None if every else f"the silent {ranks_text(sorted(known - set(ranks)))} may be what the others wait for",
     )
-
-
-def counters(incident: Incident) -> list[Finding]:
-    """Without dumps: the rank whose counters in the logs are behind, or whose call differs, is the one waited for."""
-    last: dict[str, dict[int, int]] = {}
-    calls: dict[tuple[str, int], dict[int, tuple[object, ...]]] = {}
-    sources: dict[int, Fact] = {}
-    ordered = sorted(incident.facts, key=lambda f: (_time(f), f.source))
-    for fact in ordered:
-        if fact.rank is None or fact.kind not in {"watchdog_timeout", "pg_status", "dump_signal"}:
-            continue
-        group = str(fact.data.get("group_name", fact.data.get("group", "")))
-        enqueued, seq = fact.data.get("last_enqueued"), fact.data.get("seq")
-        if isinstance(enqueued, int):
-            last.setdefault(group, {}).setdefault(fact.rank, enqueued)
-            sources.setdefault(fact.rank, fact)
-        if fact.kind == "watchdog_timeout" and isinstance(seq, int):
-            call = (fact.data.get("op"), fact.data.get("numel_in"), fact.data.get("numel_out"))
-            calls.setdefault((group, seq), {}).setdefault(fact.rank, call)
-            sources[fact.rank] = fact
-            held = last.setdefault(group, {})
-            held[fact.rank] = max(held.get(fact.rank, -1), seq)
-    _join_unnamed(last)
-    behind = _behind(last, calls, sources)
-    return behind or _differing(calls, sources)
-
-
-def _join_unnamed(last: dict[str, dict[int, int]]) -> None:
-    """Lines without a group are of the default group when only one other is named."""
-    named = [g for g in last if g]
-    if "" in last and len(named) == 1:
-        for rank, value in last.pop("").items():
-            last[named[0]].setdefault(rank, value)
-
-
-def _behind(
-    last: dict[str, dict[int, int]],
-    calls: dict[tuple[str, int], dict[int, tuple[object, ...]]],
-    sources: dict[int, Fact],
-) -> list[Finding]:
-    for group, counts in sorted(last.items()):
-        timed = [seq for g, seq in calls if g in {group, ""}]
-        if len(counts) < 2 or not timed:
-            continue
-        first = min(timed)
-        ranks = tuple(sorted(r for r, n in counts.items() if n < first))
-        if not ranks or len(ranks) * 2 > len(counts):
-            continue
-        ahead = tuple(sorted(r for r, n in counts.items() if n >= first))
-        waited = next(iter(calls.get((group, first), calls.get(("", first), {})).values()), ("a call",))
-        kind = "host_stuck"
-        times = [f.at for r in ahead if (f := sources[r]).at is not None]
-        return [
-            Finding(
-                kind,
-                ranks,
-                ahead,
-                None,
-                min((t for t in times if t is not None), default=None),
-                "high" if len(ahead) > len(ranks) else "medium",
-                f"{ranks_text(ranks)} never entered {waited[0]} #{first} of {group or 'its group'}",
-                tuple(f"{sources[r].text} ({sources[r].source})" for r in (*ranks[:3], *ahead[:2])),
-                ("no dumps: only counters tell", f"where {ranks_text(ranks)} stands: take its stack"),
-                ADVICE[kind],
-                None,
-                group or None,
-                first,
-                str(waited[0]),
-            )
-        ]
-    return []
-
-
-def _differing(calls: dict[tuple[str, int], dict[int, tuple[object, ...]]], sources: dict[int, Fact]) -> list[Finding]:
-    for (group, seq), by_rank in sorted(calls.items(), key=lambda item: item[0][1]):
-        compared = {r: c for r, c in by_rank.items() if c[0] != "all_to_all"}
-        found = _minority(compared)
-        if found is None:
-            continue
-        guilty, usual, clear = found
-        odd = compared[guilty[0]]
-        kind = "wrong_op" if odd[0] != usual[0] else "wrong_shape"
-        waiting = tuple(sorted(set(by_rank) - set(guilty)))
-        return [
-            Finding(
-                kind,
-                guilty if clear else tuple(sorted(compared)),
-                waiting,
-                None,
-                sources[guilty[0]].at,
-                "medium" if clear else "low",
-                f"call #{seq} is {odd[0]} of {odd[1]} elements on {ranks_text(guilty)}, "
-                f"{usual[0]} of {usual[1]} elsewhere",
-                tuple(f"{sources[r].text} ({sources[r].source})" for r in (*guilty[:3], *waiting[:2])),
-                ("no dumps: a skipped or extra call before this one would look the same",),
-                ADVICE[kind],
-                "a skipped or extra call shifted the numbering",
-                group or None,
-                seq,
-                str(odd[0]),
-            )
-        ]
-    return []
 
 
 def environments(incident: Incident) -> list[Finding]:

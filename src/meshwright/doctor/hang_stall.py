@@ -11,8 +11,8 @@ from meshwright.doctor.hang_calls import after_loop
 from meshwright.doctor.hang_crossed import call_name, crossings, cycle_crossing, earliest, since
 from meshwright.doctor.hang_programs import Deviation, departs, deviation
 from meshwright.doctor.hang_splits import splits
-from meshwright.doctor.incident import SCHEDULED, STARTED, Fact, Frame, user_frame
-from meshwright.doctor.view import View, site_of
+from meshwright.doctor.incident import SCHEDULED, STARTED, Frame, user_frame
+from meshwright.doctor.view import View, site_of, stack_of
 from meshwright.ledger.stall import Pending
 
 #: Functions at the innermost frames of a host that waits for its own device.
@@ -30,17 +30,6 @@ _DEVICE_WAITS = (
 )
 #: Ranks whose whole order of calls is held against others'.
 MAX_SUSPECTS = 16
-
-
-def stack_of(view: View, rank: int) -> tuple[list[Frame], Fact | None]:
-    """Stack of a rank's main thread from py-spy, faulthandler or the like; empty when none was taken."""
-    for fact in view.incident.facts:
-        if fact.kind == "stack" and fact.rank == rank:
-            rows = fact.data.get("frames")
-            frames = [Frame(*row) for row in rows if len(row) == 3] if isinstance(rows, list) else []
-            if frames:
-                return frames, fact
-    return [], None
 
 
 def _waits_for_device(frames: Sequence[Frame]) -> bool:
@@ -130,7 +119,7 @@ def _judge(view: View, rank: int) -> tuple[str, str, list[str], list[str]]:
     unknown: list[str] = []
     if issued is not None and not first.p2p:
         evidence.append(f"the last call that rank {rank} issued in {view.label(first.group)} is #{issued}")
-    frames, fact = stack_of(view, rank)
+    frames, fact = stack_of(view.incident, rank)
     if fact is not None:
         evidence.append(f"stack of rank {rank}: {fact.text} ({fact.source})")
     done = [c for c in own if c.completed_by]
@@ -177,7 +166,7 @@ def _root_finding(view: View, kind: str, confidence: str, rows: list[tuple[int, 
     frames: list[Frame] = []
     site, inside = None, ""
     for rank in ranks:
-        frames, _ = stack_of(view, rank)
+        frames, _ = stack_of(view.incident, rank)
         if frames:
             frame = user_frame(frames)
             site = site_of(frame)

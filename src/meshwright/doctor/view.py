@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from meshwright.doctor.incident import MAX_RANK, Frame, Incident, Trace, user_frame
+from meshwright.doctor.incident import MAX_RANK, Fact, Frame, Incident, Trace, user_frame
+from meshwright.doctor.readers.resolve import SOUND
 from meshwright.ledger import stall
 from meshwright.ledger.lanes import Lanes
 from meshwright.ledger.matching import Call
@@ -98,6 +99,24 @@ class View:
         """Files of these ranks whose rank is a guess, because neither content nor name tells."""
         traces = self.incident.traces
         return [traces[r].source for r in ranks if r in traces and traces[r].rank_from == "nothing"]
+
+
+def frames_of(fact: Fact) -> list[Frame]:
+    """The stack that a fact holds."""
+    rows = fact.data.get("frames")
+    return [Frame(*row) for row in rows if len(row) == 3] if isinstance(rows, list) else []
+
+
+def stack_of(incident: Incident, rank: int) -> tuple[list[Frame], Fact | None]:
+    """Stack of a rank from py-spy, faulthandler or the like, of its main thread if told; empty when none was taken."""
+    own = [f for f in incident.facts if f.kind == "stack" and f.rank == rank and frames_of(f)]
+    main = next((f for f in own if f.data.get("main")), own[0] if own else None)
+    return (frames_of(main), main) if main is not None else ([], None)
+
+
+def weak(fact: Fact) -> bool:
+    """Whether the rank of a fact is inferred from a name, a tag or a place, rather than said."""
+    return fact.data.get("rank_from") not in {*SOUND, "pid"}
 
 
 def site_of(frame: Frame | None) -> str | None:
