@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright.plan.plan import Command, Plan
     from meshwright.plan.strategies import StrategyRow
     from meshwright.plan.timeline import Timeline
+    from meshwright.plan.train_engine import TrainEngine
     from meshwright.plan.training_time import TrainingTime
 
 #: Engines that train -> preset of what their memory depends on (``plan/constants/training.json``).
@@ -279,16 +280,21 @@ def step_time(plan: Plan) -> TrainingTime:
     Raises:
         InputError: the plan has no legal layout.
     """
-    from meshwright import engines
-    from meshwright.plan.train_engine import engine_preset
     from meshwright.plan.training_time import training_time
 
     if plan.chosen is None or not isinstance(plan.workload, Train):
         raise InputError("the layout is illegal, so there is no step to time")
     work = plan.chosen.workload or plan.workload
     assert isinstance(work, Train)
-    preset = engine_preset(TRAINERS.get(engines.split_name(plan.engine)[0], "torch"))
-    return training_time(plan.chosen.placement, plan.cluster, work, preset)
+    return training_time(plan.chosen.placement, plan.cluster, work, train_engine(plan))
+
+
+def train_engine(plan: Plan) -> TrainEngine:
+    """What memory and time of a training plan's engine depend on."""
+    from meshwright import engines
+    from meshwright.plan.train_engine import engine_preset
+
+    return engine_preset(TRAINERS.get(engines.split_name(plan.engine)[0], "torch"))
 
 
 def timelines(plan: Plan, prefill: Plan | None = None) -> list[Timeline]:

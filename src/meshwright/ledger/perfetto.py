@@ -1,8 +1,8 @@
 """Entries with times as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Format: "Trace Event Format" (Google, 2016): a JSON object whose ``traceEvents`` are complete events (``ph`` ``X``, times
-in microseconds) and metadata (``ph`` ``M``). A process is one group of ranks, a thread one stream; slices of a thread
-nest or do not touch.
+Format: "Trace Event Format" (Google, 2016): a JSON object whose ``traceEvents`` are complete events (``ph`` ``X``,
+times in microseconds) and metadata (``ph`` ``M``). A process is one group of ranks, a thread one stream; slices of a
+thread nest or do not overlap.
 """
 
 from __future__ import annotations

@@ -1,0 +1,209 @@
+"""The page: layouts as points. Serving: a curve a layout over the requests in flight, time per output token against
+tokens a second and device. Training: memory of the fullest rank against tokens a second and device.
+
+Layouts that do not fit are grey: placed where they would be if they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from html import escape
+from typing import NamedTuple
+
+from meshwright.errors import IllegalLayoutError, InputError
+from meshwright.plan.memory import ServeMemory
+from meshwright.plan.plan import Candidate, Plan
+from meshwright.plan.serving_time import serving_time
+from meshwright.plan.serving_time_steps import stage_ranks
+from meshwright.plan.train_engine import TrainEngine
+from meshwright.plan.train_memory import train_memory
+from meshwright.plan.training_time import training_time
+from meshwright.report.page_parts import chart
+from meshwright.specs.layout import Layout, product
+from meshwright.specs.placement import Placement, place
+from meshwright.specs.profile import ServeSettings
+from meshwright.specs.units import GIB
+from meshwright.specs.workload import Serve, Train
+
+#: Runners-up and layouts that do not fit that are drawn, and points of a curve.
+MAX_LAYOUTS = 8
+MAX_POINTS = 14
+COLOURS = ("#c2554d", "#3b6fb6", "#4aa37a", "#c98a2b", "#8a63b0", "#3aa6a6", "#7b5b45", "#5a6376", "#b06a94")
+
+
+class Point(NamedTuple):
+    """One layout at one load: ``x`` ms a token or GiB, ``y`` tokens a second and device, ``load`` requests in
+    flight."""
+
+    x: float
+    y: float
+    load: int = 0
+
+
+class Curve(NamedTuple):
+    """A layout: its name, ``chosen``, ``runner-up`` or ``does not fit``, why it lost, its own point, its curve."""
+
+    name: str
+    role: str
+    why: str
+    own: Point
+    points: tuple[Point, ...] = ()
+
+
+def loads(most: int, least: int) -> list[int]:
+    """Requests in flight of a curve: powers of two of ``least`` up to ``most``, and that."""
+    found = [least]
+    while found[-1] * 2 < most and len(found) < MAX_POINTS - 1:
+        found.append(found[-1] * 2)
+    return [*found, most] if most > found[-1] else found
+
+
+def serving_curves(plan: Plan) -> list[Curve]:
+    """The chosen layout and the others, each over the requests that its caches hold."""
+    settings, found = plan.settings or ServeSettings(), []
+    for candidate, role, why in _candidates(plan):
+        work, memory = candidate.workload or plan.workload, candidate.memory
+        predicted = candidate.cost.predicted
+        if not isinstance(work, Serve) or not isinstance(memory, ServeMemory) or predicted is None:
+            continue
+        ranks, world = stage_ranks(candidate.placement), candidate.layout.world
+        points = []
+        for load in loads(memory.max_requests, candidate.layout.dp):
+            trial = replace(work, concurrency=load, rate=None)
+            time = serving_time(candidate.placement, plan.cluster, trial, memory.max_requests, settings, ranks=ranks)
+            points.append(Point(time.tpot.value * 1e3, time.tokens_per_s.value / world, load))
+        inside = round(predicted.running * candidate.layout.dp)
+        own = Point(predicted.tpot.value * 1e3, predicted.tokens_per_s.value / world, inside)
+        found.append(Curve(product(candidate.layout), role, why, own, tuple(points)))
+    for layout, placement, why in _unfit(plan):
+        asked = plan.workload.concurrency if isinstance(plan.workload, Serve) else None
+        trial = replace(plan.workload, concurrency=max(layout.dp, asked or 0), rate=None)  # type: ignore[call-arg]
+        assert isinstance(trial, Serve)
+        time = serving_time(placement, plan.cluster, trial, trial.concurrency or 1, settings)
+        own = Point(time.tpot.value * 1e3, time.tokens_per_s.value / layout.world, trial.concurrency or 1)
+        found.append(Curve(product(layout), "does not fit", why, own))
+    return found
+
+
+def training_points(plan: Plan, engine: TrainEngine) -> list[Curve]:
+    """The chosen layout and the others: memory of the fullest rank, tokens a second and device."""
+    found = []
+    for candidate, role, why in _candidates(plan):
+        work = candidate.workload or plan.workload
+        assert isinstance(work, Train)
+        time = training_time(candidate.placement, plan.cluster, work, engine)
+        role = role if candidate.fits else "does not fit"
+        own = Point(candidate.memory.worst.total_bytes / GIB, time.tokens_per_s_device)
+        found.append(Curve(product(candidate.layout), role, why, own))
+    for layout, placement, why in _unfit(plan):
+        work = plan.workload
+        assert isinstance(work, Train)
+        try:
+            memory = train_memory(placement, layout, plan.cluster, work, engine)
+            time = training_time(placement, plan.cluster, work, engine)
+        except (IllegalLayoutError, InputError):
+            continue
+        own = Point(memory.worst.total_bytes / GIB, time.tokens_per_s_device)
+        found.append(Curve(product(layout), "does not fit", why, own))
+    return found
+
+
+def _candidates(plan: Plan) -> Iterable[tuple[Candidate, str, str]]:
+    if plan.chosen is not None:
+        yield plan.chosen, "chosen", plan.verdict
+    for other in plan.alternatives[:MAX_LAYOUTS]:
+        yield other.candidate, "runner-up", other.lost_by
+
+
+def _unfit(plan: Plan) -> Iterable[tuple[Layout, Placement, str]]:
+    """Layouts that only memory forbids, placed as the chosen one is."""
+    known = plan.chosen or next((a.candidate for a in plan.alternatives), None)
+    if known is None:
+        return
+    for rejected in [r for r in plan.rejected if "fit" in r.code][:MAX_LAYOUTS]:
+        try:
+            found = place(plan.spec, rejected.layout, known.placement.profile, sections=known.placement.sections)
+        except IllegalLayoutError:
+            continue
+        yield rejected.layout, found, rejected.reason
+
+
+def front(points: Iterable[Point], *, less: bool = True) -> list[Point]:
+    """Points that no other beats in both directions: less x (or more), more y; ascending in x."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.x, -p.y)):
+        if not best or point.y > best[-1].y:
+            best.append(point)
+    return best
+
+
+def pareto(plan: Plan, curves: Sequence[Curve]) -> str:
+    """The section; nothing without points."""
+    import plotly.graph_objects as go
+
+    curves = [c for c in curves if c.own.x < float("inf")]
+    if not curves:
+        return ""
+    serve = plan.kind == "serve"
+    figure = go.Figure()
+    fitting = [p for c in curves if c.role != "does not fit" for p in (*c.points, c.own)]
+    best = front(fitting)
+    if len(best) > 1:
+        figure.add_scatter(
+            x=[p.x for p in best], y=[p.y for p in best], mode="lines", name="Pareto front", hoverinfo="skip",
+            line={"color": "#c9cfda", "width": 9, "shape": "spline" if serve else "hv"},
+        )  # fmt: skip
+    for number, curve in enumerate(curves):
+        unfit = curve.role == "does not fit"
+        colour = "#a9afba" if unfit else COLOURS[number % len(COLOURS)]
+        if curve.points:
+            figure.add_scatter(
+                x=[p.x for p in curve.points], y=[p.y for p in curve.points], mode="lines+markers",
+                legendgroup=curve.name, showlegend=False, line={"color": colour, "width": 1.5}, marker={"size": 5},
+                customdata=[_hover(plan, curve, p) for p in curve.points],
+                hovertemplate="%{customdata}<extra></extra>",
+            )  # fmt: skip
+        symbol = {"chosen": "star", "runner-up": "diamond"}.get(curve.role, "x")
+        figure.add_scatter(
+            x=[curve.own.x], y=[curve.own.y], mode="markers", legendgroup=curve.name,
+            name=escape(f"{curve.name}, {curve.role}"),
+            marker={"color": colour, "size": 17 if curve.role == "chosen" else 11, "symbol": symbol,
+                    "line": {"color": "#1d2330", "width": 1 if curve.role == "chosen" else 0}},
+            customdata=[_hover(plan, curve, curve.own)], hovertemplate="%{customdata}<extra></extra>",
+        )  # fmt: skip
+    _limits(figure, plan)
+    word = "time per output token, ms" if serve else "memory of the fullest rank, GiB"
+    xs = [p.x for p in fitting] or [1.0]
+    figure.update_xaxes(title=word, type="log" if serve and max(xs) > 8 * min(xs) else "linear")
+    figure.update_yaxes(title="tokens/s a device", rangemode="tozero")
+    how = (
+        "Every curve is a layout with more and more requests in flight; the large mark is the load of this plan."
+        if serve
+        else "Every mark is a layout; left of the line it fits."
+    )
+    return f'<h2>Layouts compared</h2><p class="sub">{how}</p>{chart(figure, "pareto", 460)}'
+
+
+def _limits(figure: object, plan: Plan) -> None:
+    work = plan.workload
+    if isinstance(work, Serve):
+        limit, text = (work.tpot_s or 0) * 1e3, "target"
+    else:
+        limit, text = plan.cluster.device.memory_bytes / GIB, "device memory"
+    if limit:
+        figure.add_vline(x=limit, line={"color": "#1d2330", "dash": "dot", "width": 1}, annotation_text=text)  # type: ignore[attr-defined]
+
+
+def _hover(plan: Plan, curve: Curve, point: Point) -> str:
+    what = f"{point.x:,.2f} ms a token" if plan.kind == "serve" else f"{point.x:,.1f} GiB"
+    load = f"{point.load:,} requests in flight" if point.load else ""
+    why = curve.why if curve.role != "chosen" else ""
+    lines = [curve.name, curve.role, load, what, f"{point.y:,.1f} tokens/s a device", *_wrapped(why)]
+    return "<br>".join(escape(line) for line in lines if line)
+
+
+def _wrapped(text: str, width: int = 60) -> list[str]:
+    from textwrap import wrap
+
+    return wrap(text, width)[:5]
