@@ -1,0 +1,110 @@
+"""A set of training layouts as columns, and each row as a ``Layout`` again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, get_args
+
+from meshwright.specs.layout import Fsdp, Layout, Schedule
+from meshwright.specs.workload import Recompute
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+    Floats = NDArray[np.float64]
+    Mask = NDArray[np.bool_]
+
+#: Names behind the numbers in the columns ``schedule`` and ``recompute``.
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+MODES: tuple[Recompute, ...] = get_args(Recompute)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """One array an axis, all of one length; ``etp`` 0 stands for None, ``schedule`` is a place in ``SCHEDULES``.
+
+    ``replicas`` and ``reshard``: the FSDP knobs (1 and 1 without them).
+    """
+
+    tp: Ints
+    pp: Ints
+    dp: Ints
+    cp: Ints
+    ep: Ints
+    etp: Ints
+    sp: Ints
+    zero: Ints
+    replicas: Ints
+    reshard: Ints
+    schedule: Ints
+    virtual: Ints
+    micro_batch: Ints
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    def take(self, index: Any) -> Columns:
+        """The rows of an index or a mask."""
+        return Columns(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    @property
+    def stage(self) -> Ints:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.dp * self.cp
+
+    @property
+    def expert_cut(self) -> Ints:
+        """``etp`` with None read as tp."""
+        import numpy as np
+
+        return np.where(self.etp > 0, self.etp, self.tp)
+
+    def layout(self, row: int) -> Layout:
+        """One row as a layout."""
+        at = {f.name: int(getattr(self, f.name)[row]) for f in fields(self)}
+        return _layout(at)
+
+
+def _layout(at: dict[str, int]) -> Layout:
+    knobs = None
+    if at["zero"] == 3 and (at["replicas"] > 1 or not at["reshard"]):
+        knobs = Fsdp(reshard_after_forward=bool(at["reshard"]), replicas=at["replicas"])
+    return Layout(
+        tp=at["tp"],
+        pp=at["pp"],
+        dp=at["dp"],
+        cp=at["cp"],
+        ep=at["ep"],
+        etp=at["etp"] or None,
+        sp=bool(at["sp"]),
+        zero=at["zero"],
+        fsdp=knobs,
+        schedule=SCHEDULES[at["schedule"]],
+        virtual=at["virtual"],
+        micro_batch=at["micro_batch"],
+    )
+
+
+def columns_of(layouts: Iterable[Layout]) -> Columns:
+    """Columns of some layouts (of those that the columns can hold: no ``stage_layers``, no other FSDP knobs)."""
+    import numpy as np
+
+    rows = []
+    for x in layouts:
+        knobs = x.fsdp or Fsdp()
+        degrees = (x.tp, x.pp, x.dp, x.cp, x.ep, x.etp or 0, int(x.sp), x.zero)
+        sharded = (knobs.replicas, int(knobs.reshard_after_forward))
+        rows.append((*degrees, *sharded, SCHEDULES.index(x.schedule), x.virtual, x.micro_batch))
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), 13)
+    return Columns(*(np.ascontiguousarray(table[:, i]) for i in range(13)))
+
+
+def joined(parts: list[Columns]) -> Columns:
+    """Sets of layouts one behind the other."""
+    import numpy as np
+
+    return Columns(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Columns)))

@@ -1,0 +1,284 @@
+"""What one layer, one end of the model and one hand-off do on a rank, once for every distinct way of cutting them.
+
+A space of a million layouts cuts layers in a few hundred ways: by tp, cp, ep, etp, sp and micro-batch. Each is counted
+by the functions that fill the row ledger (``layer_ops``, ``backward_ops``, ``tally``); ``step`` combines them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import lcm, prod
+from typing import TYPE_CHECKING
+
+from meshwright.plan.backward import backward_ops
+from meshwright.plan.cores import Batch
+from meshwright.plan.cost import Links, Tally, Way, tally
+from meshwright.plan.forward import embedding_ops, has_label
+from meshwright.plan.layer_ops import Context, ffn_ops, mixer_ops
+from meshwright.plan.products import Held, Kind, held
+from meshwright.plan.search.columns import Columns
+from meshwright.plan.training_step import loss_ops
+from meshwright.plan.wire import Op, ways
+from meshwright.specs.cluster import Cluster
+from meshwright.specs.dtypes import DTYPE_BYTES
+from meshwright.specs.layout import Layout
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.placement import Placement, Shard, place
+from meshwright.specs.profile import EngineProfile
+from meshwright.specs.shares import ExpertGrid
+from meshwright.specs.workload import Train
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from meshwright.plan.search.columns import Floats, Ints
+
+#: Sums of one tally, in the order of the last axis of a table.
+SUMS = ("bytes_moved", "flops", "wire_bytes", "messages", "compute_s", "wire_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One way of cutting layers: degrees, the engine's grid of experts, sequence parallelism, micro-batch.
+
+    Attributes:
+        etp: as the layout states it, 0 for the engine's choice; ``grid_etp``: ranks that share an expert.
+    """
+
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+    grid_etp: int
+    sp: int
+    micro_batch: int
+
+    def layout(self, *, etp: int | None) -> Layout:
+        """The smallest layout that cuts layers so."""
+        dp = lcm(self.ep * (etp or self.grid_etp), self.tp) // self.tp
+        return Layout(
+            tp=self.tp,
+            dp=dp,
+            cp=self.cp,
+            ep=self.ep,
+            etp=etp,
+            sp=bool(self.sp),
+            zero=3,
+            micro_batch=self.micro_batch,
+        )
+
+
+def grid_etp(x: Columns, profile: EngineProfile) -> Ints:
+    """``specs.shares.expert_tp`` over columns."""
+    import numpy as np
+
+    alone = np.ones_like(x.tp)
+    for axis in profile.moe_tp_over:
+        alone = alone * getattr(x, axis)
+    beside = x.tp
+    if profile.ep_fills:
+        beside = np.maximum(1, x.stage // x.ep)
+    elif profile.ep_whole:
+        beside = np.ones_like(x.tp)
+    else:
+        beside = np.where((x.dp * x.cp) % x.ep, 1, x.tp)
+    return np.where(x.etp > 0, x.etp, np.where(x.ep == 1, alone, beside))
+
+
+def cuts_of(x: Columns, profile: EngineProfile) -> tuple[list[Cut], Ints, Ints]:
+    """Distinct cuts of some layouts, the cut of every row, and the grid's etp of every row."""
+    import numpy as np
+
+    grid = grid_etp(x, profile)
+    axes = (x.tp, x.cp, x.ep, x.etp, grid, x.sp, x.micro_batch)
+    code = np.zeros_like(x.tp)
+    for axis in axes:
+        code = code * (int(axis.max(initial=0)) + 1) + axis
+    _, first, number = np.unique(code, return_index=True, return_inverse=True)
+    cuts = [Cut(*(int(axis[i]) for axis in axes)) for i in first]
+    return cuts, number, grid
+
+
+class Wired(Links):
+    """Links of a cut: groups inside a stage, seen from its first rank, when stages and nodes are aligned."""
+
+    def __init__(self, cut: Cut, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.shape = {
+            "tp": (1, cut.tp),
+            "cp": (cut.tp, cut.cp),
+            "etp": (1, cut.grid_etp),
+            "ep": (cut.grid_etp, cut.ep),
+        }
+        self._known: dict[str, Way] = {}
+
+    def of(self, group: str) -> Way:
+        """Wiring of a group: members ``stride`` ranks apart.
+
+        Raises:
+            KeyError: a group whose members depend on more than the cut.
+        """
+        if group not in self._known:
+            stride, members = self.shape[group]
+            near = min(members, -(-self.cluster.devices_per_node // stride))
+            link = self.cluster.inter if near < members else self.cluster.intra
+            self._known[group] = Way(link, members, near, near < members)
+        return self._known[group]
+
+
+@dataclass(slots=True)
+class Holder:
+    """What the first rank holds under one (tp, ep, etp): products by pattern, and the ends of the model."""
+
+    placement: Placement
+    held: Held
+    kinds: list[Kind]
+    ends: tuple[int, ...]
+    alike: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Counts of K cuts and P patterns of layers (see ``specs.model.ModelSpec.patterns``).
+
+    Attributes:
+        layer: [K, P, 3, 6]: forward and backward of one micro-batch by mode of recompute, sums as in ``SUMS``.
+        first, last: [K, 6]: embedding, and final norm, head and loss, forward and backward.
+        hidden_bytes: [K]: of the tensor handed from stage to stage.
+        parameters: [K, P, 2]: elements of a layer, dense and expert.
+        norms: [K, P]: elements of a layer's norms. end_norms: [K]: of those behind the last layer.
+        embedding, vocabulary, tail, tied, other: [K]: see ``_ends``.
+        alike: [K]: all ranks of a stage hold and do the same.
+    """
+
+    cuts: list[Cut]
+    layer: Floats
+    first: Floats
+    last: Floats
+    hidden_bytes: Ints
+    parameters: Ints
+    norms: Ints
+    end_norms: Ints
+    embedding: Ints
+    vocabulary: Ints
+    tail: Ints
+    tied: Ints
+    other: Ints
+    alike: NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Counter:
+    """Fills the tables of one model, engine, cluster and workload."""
+
+    spec: ModelSpec
+    profile: EngineProfile
+    cluster: Cluster
+    work: Train
+    holders: dict[tuple[int, int, int], Holder] = field(default_factory=dict)
+    known: dict[object, NDArray[np.float64]] = field(default_factory=dict)
+
+    def holder(self, cut: Cut) -> Holder:
+        """The placement behind a cut, remembered."""
+        key = (cut.tp, cut.ep, cut.grid_etp)
+        if key not in self.holders:
+            layout = Cut(cut.tp, 1, cut.ep, 0, cut.grid_etp, int(cut.tp > 1), 1).layout(etp=cut.grid_etp)
+            placement = place(self.spec, layout, self.profile, sections=("decoder", "vision"))
+            own = held(placement, placement.classes[0].coordinate, {})
+            first = {pattern: layer for layer, pattern in reversed([*enumerate(self.spec.patterns)])}
+            kinds = [own.kinds[first[pattern]] for pattern in sorted(first)]
+            self.holders[key] = Holder(placement, own, kinds, _ends(own.ends), len(placement.classes) == 1)
+        return self.holders[key]
+
+    def context(self, cut: Cut) -> Context:
+        """What ``training_step`` counts layers with."""
+        train = self.work
+        return Context(
+            cut.layout(etp=cut.etp or None),
+            ExpertGrid(cut.grid_etp, cut.ep, 1),
+            ways(self.profile),
+            self.spec.hidden,
+            train.param_dtype,
+            train.param_dtype,
+            Batch("forward", cut.micro_batch, train.seq),
+            weight_dtype=train.param_dtype,
+            marks=True,
+        )
+
+    def count(self, cuts: list[Cut]) -> Tables:
+        """Tables of some cuts."""
+        import numpy as np
+
+        patterns, k = len(set(self.spec.patterns)), len(cuts)
+        layer = np.zeros((k, patterns, 3, len(SUMS)))
+        ends = np.zeros((2, k, len(SUMS)))
+        whole = np.zeros((8, k), dtype=np.int64)
+        parameters = np.zeros((k, patterns, 2), dtype=np.int64)
+        norms = np.zeros((k, patterns), dtype=np.int64)
+        for i, cut in enumerate(cuts):
+            at, c, links = self.holder(cut), self.context(cut), Wired(cut, self.cluster)
+            for p, kind in enumerate(at.kinds):
+                for key, make in self._blocks(cut, c, p, kind):
+                    if key not in self.known:
+                        self.known[key] = np.array(self._layer(c, make(), links))
+                    layer[i, p] += self.known[key]
+                parameters[i, p], norms[i, p] = kind.parameters, sum(kind.norms)
+            ends[:, i] = self._ends(cut, c, at, links)
+            rows, width = c.hidden_shape
+            whole[:, i] = (rows * width * DTYPE_BYTES[c.dtype], *at.ends, at.alike)
+        return Tables(cuts, layer, ends[0], ends[1], whole[0], parameters, norms, *whole[1:7], whole[7] > 0)
+
+    def _blocks(self, cut: Cut, c: Context, p: int, kind: Kind) -> list[tuple[object, Callable[[], list[Op]]]]:
+        """Parts of a layer, each with all that it depends on: mixers on cp and micro-batch apart, the rest only on the
+        tokens of a rank."""
+        some = (p, cut.tp, cut.sp, c.tokens)
+        spread = (cut.ep, cut.grid_etp) if kind.layer.moe is not None else ()
+        return [
+            (("mixer", p, cut.tp, cut.sp, cut.cp, cut.micro_batch), lambda: mixer_ops(c, kind)),
+            (("ffn", *some, *spread), lambda: ffn_ops(c, kind)),
+            (("norms", *some), lambda: [c.norm("norm", width) for width in kind.norms]),
+        ]
+
+    def _ends(self, cut: Cut, c: Context, at: Holder, links: Links) -> NDArray[np.float64]:
+        """Embedding and head, forward and backward."""
+        import numpy as np
+
+        key = ("ends", cut.tp, cut.sp, c.tokens)
+        if key not in self.known:
+            rows = []
+            for ops in (embedding_ops(c, at.held.ends), loss_ops(at.placement, c, at.held.ends)):
+                back = backward_ops(c, ops, self.work.attention, self.work.grad_dtype)
+                rows.append(_sums(tally([*ops, *back], self.cluster.device, links)))
+            self.known[key] = np.array(rows)
+        return self.known[key]
+
+    def _layer(self, c: Context, forward: list[Op], links: Links) -> list[tuple[float, ...]]:
+        """Sums of one part of a layer by mode of recompute."""
+        device = self.cluster.device
+        back = backward_ops(c, forward, self.work.attention, self.work.grad_dtype)
+        ahead = tally(forward, device, links)
+        plain = ahead.plus(tally(back, device, links))
+        core = tally((op for op in forward if op.op == "attention"), device, links)
+        return [_sums(plain), _sums(plain.plus(core)), _sums(plain.plus(ahead))]
+
+
+def _sums(t: Tally) -> tuple[float, ...]:
+    return (t.bytes_moved, t.flops, t.wire_bytes, t.messages, t.compute_s, t.wire_s)
+
+
+def _numel(shard: Shard) -> int:
+    return shard.family.elements * prod(shard.shape)
+
+
+def _ends(ends: tuple[Shard, ...]) -> tuple[int, ...]:
+    """Elements of the norms behind the last layer, of all embeddings, of the one over the vocabulary, of what lies
+    behind the last layer; the size of the table that tied ends sum; elements of all other ends."""
+    norm = sum(s.shape[0] for s in ends if s.family.role == "norm")
+    embeddings = [s for s in ends if s.family.role == "embedding"]
+    tables = [s for s in embeddings if has_label(s, "vocab")]
+    tail = sum(_numel(s) for s in ends if s.family.role in {"norm", "head"})
+    embedding = sum(map(_numel, embeddings))
+    other = sum(map(_numel, ends)) - embedding - tail
+    return norm, embedding, sum(map(_numel, tables)), tail, prod(tables[0].shape) if tables else 0, other
