@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,8 @@ def doctor(
     from meshwright.doctor.hang import diagnose
     from meshwright.doctor.readers.walk import read_incident
 
+    if path.is_dir() and not any(name for _, _, names in os.walk(path) for name in names):
+        raise InputError(f"{str(path)[:200]}: no file in it; the doctor needs dumps, logs or stacks of the job")
     incident = read_incident(path, _Progress())
     findings = diagnose(incident)
     if redact:

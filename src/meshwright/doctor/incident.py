@@ -7,6 +7,7 @@ thousands of rows fit and compare fast. What logs, stacks and metrics say are ``
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -244,6 +245,8 @@ def user_frame(stack: Sequence[Frame]) -> Frame | None:
 _LIBRARY_PARTS = ("/site-packages/", "/dist-packages/", "torch/distributed/", "torch/nn/", "torch/autograd/", "/torch/")
 #: Our own recorder, which stands in every stack below what it records.
 _RECORDER = ("meshwright/record.py", "meshwright/runtime/record.py", "meshwright/runtime/ledger_file.py")
+#: Packages of the standard library in the short paths that py-spy prints.
+_PACKAGES = frozenset({"asyncio", "concurrent", "ctypes", "http", "importlib", "json", "multiprocessing", "urllib"})
 
 
 def is_library(file: str) -> bool:
@@ -252,5 +255,8 @@ def is_library(file: str) -> bool:
         return True
     path = file.replace("\\", "/")
     if path.endswith(_RECORDER) or path.startswith("torch/") or any(part in path for part in _LIBRARY_PARTS):
+        return True
+    head, _, rest = path.partition("/")
+    if head in _PACKAGES if rest else head.removesuffix(".py") in sys.stdlib_module_names:
         return True
     return "/lib/python3" in path or path.endswith((".cpp", ".cc", ".so", ".c", ".h"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -13,8 +14,15 @@ from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.incident import Incident
 from meshwright.report.terminal import table
 
+#: What may steer a terminal or turn text around: control characters, and the marks of writing direction.
+_STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 #: Lines of evidence, of lacks and of advice that are shown without ``--json``.
 MAX_LINES = 8
+
+
+def shown(text: str) -> str:
+    """Text of a dump or log as a terminal may get it: nothing in it steers."""
+    return escape(_STEERING.sub("?", text))
 
 
 def clock(at: float | None) -> str:
@@ -48,8 +56,8 @@ def as_text(findings: Sequence[Finding], incident: Incident | None = None) -> Gr
     for f in findings:
         waiting = ranks_text(f.waiting_ranks) if len(f.waiting_ranks) < 9 else f"{len(f.waiting_ranks)} ranks"
         cells = (f.kind, ranks_text(f.guilty_ranks, 4), waiting, f.call_site or "-", clock(f.since) or "-")
-        made.add_row(*map(escape, cells), f.confidence)
-    parts: list[Any] = [escape(line) for line in verdict(findings)]
+        made.add_row(*map(shown, cells), f.confidence)
+    parts: list[Any] = [shown(line) for line in verdict(findings)]
     parts += ["", made]
     for number, f in enumerate(findings, 1):
         mark = f" of {number}, {f.kind}" if len(findings) > 1 else ""
@@ -60,7 +68,7 @@ def as_text(findings: Sequence[Finding], incident: Incident | None = None) -> Gr
         )
         for title, lines in sections:
             if lines and (number == 1 or title.startswith("Evidence")):
-                parts += ["", f"[bold]{escape(title)}[/bold]", *(f"  {escape(line)}" for line in lines[:MAX_LINES])]
+                parts += ["", f"[bold]{escape(title)}[/bold]", *(f"  {shown(line)}" for line in lines[:MAX_LINES])]
                 if len(lines) > MAX_LINES:
                     parts.append(f"  ... {len(lines) - MAX_LINES} more in --json")
     if incident is not None:
