@@ -101,7 +101,7 @@ def test_equal_layers_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     from meshwright.plan import products, train_activations
 
     calls: dict[str, int] = {"kind": 0, "layer": 0}
-    kind_of, layer_bytes = products.kind_of, train_activations._layer_bytes
+    kind_of, layer_bytes = products.kind_of, train_activations.layer_bytes
 
     def count_kind(*a: object) -> object:
         calls["kind"] += 1
@@ -112,7 +112,7 @@ def test_equal_layers_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return layer_bytes(*a)  # type: ignore[arg-type]
 
     monkeypatch.setattr(products, "kind_of", count_kind)
-    monkeypatch.setattr(train_activations, "_layer_bytes", count_layer)
+    monkeypatch.setattr(train_activations, "layer_bytes", count_layer)
     placement, work = counted("llama-3.1-405b", "tp=8,pp=2,dp=2,zero=1")
     cluster = parse_cluster("4x8xH100-SXM@ib-400g")
     stage_ranks(placement, cluster)

@@ -86,7 +86,7 @@ def left_on_device(blocks: dict[str, Saved], modules: tuple[str, ...]) -> dict[s
     return {b: {n: size for n, size in saved.items() if (b, n) not in gone} for b, saved in blocks.items()}
 
 
-def _layer_bytes(layer: Layer, s: Shape, layout: Layout, work: Train) -> tuple[int, int]:
+def layer_bytes(layer: Layer, s: Shape, layout: Layout, work: Train) -> tuple[int, int]:
     """``(kept from forward to backward, whole working set while its backward runs)`` of one layer."""
     blocks = layer_saved(layer, s, layout)
     whole = total(blocks)
@@ -108,7 +108,7 @@ def chunk_bytes(spec: ModelSpec, chunk: tuple[int, ...], s: Shape, layout: Layou
     once); with ``recompute_layers`` = n and ``block`` only the first n layers are recomputed.
     """
     distinct = {id(spec.layers[i]): spec.layers[i] for i in chunk}  # equal layers of a ModelSpec are one object
-    known = {key: _layer_bytes(layer, s, layout, work) for key, layer in distinct.items()}
+    known = {key: layer_bytes(layer, s, layout, work) for key, layer in distinct.items()}
     pairs = [known[id(spec.layers[i])] for i in chunk]
     if not pairs:
         return 0, 0
@@ -175,7 +175,7 @@ def head_bytes(spec: ModelSpec, s: Shape, layout: Layout, work: Train, engine: T
 def prediction_bytes(spec: ModelSpec, s: Shape, layout: Layout, work: Train, engine: TrainEngine) -> dict[str, int]:
     """Multi-token-prediction layers: the layer, its joined input with both norms (4 x R h), and what its own loss keeps
     (one fp32 tensor of logits, ``megatron/core/transformer/multi_token_prediction.py``)."""  # fmt: skip
-    layers = [_layer_bytes(layer, s, layout, work)[1 if engine.offload_modules else 0] for layer in spec.mtp_layers]
+    layers = [layer_bytes(layer, s, layout, work)[1 if engine.offload_modules else 0] for layer in spec.mtp_layers]
     if not layers:
         return {}
     return {

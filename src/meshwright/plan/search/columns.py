@@ -9,7 +9,7 @@ from meshwright.specs.layout import Fsdp, Layout, Schedule
 from meshwright.specs.workload import Recompute
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -108,3 +108,15 @@ def joined(parts: list[Columns]) -> Columns:
     import numpy as np
 
     return Columns(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Columns)))
+
+
+def blocks(*axes: Ints) -> Iterator[NDArray[np.int64]]:
+    """Rows that agree on some axes, block by block."""
+    import numpy as np
+
+    code = np.zeros_like(axes[0])
+    for axis in axes:
+        code = code * (int(axis.max(initial=0)) + 1) + axis
+    order = np.argsort(code, kind="stable")
+    edges = np.flatnonzero(np.diff(code[order])) + 1
+    yield from (rows for rows in np.split(order, edges) if len(rows))

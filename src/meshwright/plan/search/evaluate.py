@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from meshwright.moves.pipeline import refusal
-from meshwright.plan.search.columns import SCHEDULES, Columns
-from meshwright.plan.search.stages import Part, parts_of
+from meshwright.plan.search.columns import MODES, SCHEDULES, Columns, blocks
+from meshwright.plan.search.memory import Known, Memory, Peak
+from meshwright.plan.search.stages import Part, memory_stages, parts_of
 from meshwright.plan.search.step import Step
 from meshwright.plan.search.tables import Counter, Cut, Tables, cuts_of
 from meshwright.plan.train_cost import bubble
+from meshwright.plan.train_engine import TrainEngine
+from meshwright.plan.train_memory import DEFAULT_ENGINE
+from meshwright.plan.train_shards import TrainStage
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
@@ -19,28 +22,12 @@ from meshwright.specs.profile import EngineProfile
 from meshwright.specs.workload import Train
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from meshwright.plan.search.columns import Floats, Ints, Mask
 
 
-def shape_of(x: Columns, row: int, micro_batches: int | None = None) -> Layout:
+def shape_of(x: Columns, row: int) -> Layout:
     """Pipeline depth, schedule and chunks of a row as a layout without other degrees."""
-    del micro_batches
     return Layout(pp=int(x.pp[row]), schedule=SCHEDULES[int(x.schedule[row])], virtual=int(x.virtual[row]))
-
-
-def blocks(*axes: Ints) -> Iterator[NDArray[np.int64]]:
-    """Rows that agree on some axes, block by block."""
-    import numpy as np
-
-    code = np.zeros_like(axes[0])
-    for axis in axes:
-        code = code * (int(axis.max(initial=0)) + 1) + axis
-    order = np.argsort(code, kind="stable")
-    edges = np.flatnonzero(np.diff(code[order])) + 1
-    yield from (rows for rows in np.split(order, edges) if len(rows))
 
 
 @dataclass(slots=True)
@@ -51,9 +38,12 @@ class Coster:
     profile: EngineProfile
     cluster: Cluster
     work: Train
+    engine: TrainEngine = DEFAULT_ENGINE
     _parts: dict[Layout, list[tuple[Part, ...]]] = field(default_factory=dict)
     _bubbles: dict[tuple[Layout, int], float] = field(default_factory=dict)
+    _stages: dict[Layout, list[TrainStage]] = field(default_factory=dict)
     _counter: Counter | None = None
+    _memory: Memory | None = None
 
     def tables(self, x: Columns) -> tuple[Tables, list[Cut], Ints, Ints]:
         """Tables of all cuts of some layouts, the cut of every row, the ranks that share an expert."""
@@ -112,4 +102,22 @@ class Coster:
                 out.setdefault(name, np.zeros(len(x)))[rows] = column
         out["tokens_per_s"] = self.work.global_batch * self.work.seq / out["step_s"]
         out["bubble"] = idle
+        return out
+
+    def memory(self, x: Columns) -> Floats:
+        """[3, N]: bytes of the fullest rank of every row by mode of recompute, as ``train_memory`` counts them for a
+        ``ModelSpec`` (largest even shares)."""
+        import numpy as np
+
+        if self._memory is None:
+            self._memory = Memory(self.spec, self.engine, self.work)
+        cuts, number, _ = cuts_of(x, self.profile)
+        tables, known, micro = (self._memory.units(cuts), self._memory.saved(cuts)), Known(), self.micro_batches(x)
+        out = np.zeros((len(MODES), len(x)))
+        for rows in blocks(x.pp, x.schedule, x.virtual, x.zero):
+            at = shape_of(x, int(rows[0]))
+            if at not in self._stages:
+                self._stages[at] = memory_stages(self.spec, at)
+            peak = Peak(x.take(rows), tables, self._memory, known, cuts=number[rows], micro=np.maximum(1, micro[rows]))
+            out[:, rows] = peak.total(self._stages[at], at)
         return out
