@@ -19,6 +19,10 @@ from meshwright.doctor.incident import Incident
 from meshwright.doctor.view import View, weak
 
 MAX_FINDINGS = 20
+MAX_ECHOES = 6
+#: What stands around an error and differs between ranks: its type and C++ source, and an address with what follows it.
+_WRAPPING = re.compile(r"^(?:\S*(?:Error|Exception): )?(?:\[[^\]]*\] )?")
+_ADDRESS = re.compile(r"\[?(?:\d{1,3}\.){3}\d{1,3}\b.*")
 
 
 def diagnose(incident: Incident) -> list[Finding]:
@@ -37,7 +41,8 @@ def diagnose(incident: Incident) -> list[Finding]:
         found = [*found, *environment]
     if not found:
         found = [_nothing(view)]
-    return [_finished(view, f) for f in found[:MAX_FINDINGS]]
+    found = [_with_echoes(incident, found[0]), *found[1:MAX_FINDINGS]]
+    return [_finished(view, f) for f in found]
 
 
 def _from_traces(view: View) -> list[Finding]:
@@ -95,6 +100,7 @@ def _with_deaths(view: View, found: list[Finding], dead: list[Finding]) -> list[
             death,
             evidence=(*death.evidence, *merged.evidence),
             waiting_ranks=merged.waiting_ranks or death.waiting_ranks,
+            since=merged.since if death.since is None else death.since,
             group=merged.group,
             seq=merged.seq,
             op=merged.op,
@@ -164,6 +170,21 @@ def _finished(view: View, finding: Finding) -> Finding:
     if wrapped and finding.kind in {"healthy", "unknown", "host_stuck"}:
         lacks += (f"on {wrapped} ranks the ring buffer dropped older calls (TORCH_FR_BUFFER_SIZE)",)
     return replace(finding, unknown=tuple(dict.fromkeys((*finding.unknown, *lacks))))
+
+
+def _with_echoes(incident: Incident, finding: Finding) -> Finding:
+    """The cause with the loud errors that merely follow from it, one line for all ranks that print the same."""
+    if finding.kind in {"unknown", "healthy"}:
+        return finding
+    echoes: dict[str, set[int]] = {}
+    for fact in incident.facts:
+        if fact.rank is None or fact.rank in finding.guilty_ranks or fact.kind not in {"exception", "gloo_error"}:
+            continue
+        if hang_facts.follows(fact):
+            text = _ADDRESS.sub("", _WRAPPING.sub("", fact.text))[:120].strip()
+            echoes.setdefault(text, set()).add(fact.rank)
+    lines = [f'"{text}" on {ranks_text(sorted(ranks))} (follows from it)' for text, ranks in echoes.items() if text]
+    return replace(finding, consequences=(*finding.consequences, *lines[:MAX_ECHOES]))
 
 
 def _hosted(view: View, finding: Finding) -> Finding:

@@ -62,6 +62,12 @@ def _told(finding: Finding, incident: Incident, sources: dict[int, Fact], labels
     )
 
 
+def began(fact: Fact) -> float | None:
+    """When a rank entered the call that it gave up: the time of the line less what it waited."""
+    waited = fact.data.get("ran_ms")
+    return fact.at - waited / 1e3 if fact.at is not None and isinstance(waited, int) else fact.at
+
+
 def _join_unnamed(last: dict[str, dict[int, int]]) -> None:
     """Lines without a group are of the default group when only one other is named."""
     named = [g for g in last if g]
@@ -86,7 +92,7 @@ def _behind(
         ahead = tuple(sorted(r for r, n in counts.items() if n >= first))
         waited = next(iter(calls.get((group, first), calls.get(("", first), {})).values()), ("a call",))
         kind = "host_stuck"
-        times = [f.at for r in ahead if (f := sources[r]).at is not None]
+        times = [began(sources[r]) for r in ahead]
         return [
             Finding(
                 kind,

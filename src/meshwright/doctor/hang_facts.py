@@ -74,8 +74,7 @@ def _death(cause: Fact, together: Sequence[Fact], incident: Incident, facts: Seq
         how = f"was killed by {signal}"
     site = site_of(user_frame(frames_of(cause) or _raised(cause, incident)))
     who = ranks_text(ranks) if ranks else "a process whose rank is not known"
-    echoes = [f"{f.text} ({f.source})" for f in incident.facts if f.rank not in ranks and follows(f)]
-    echoes += [f"{f.text} ({f.source})" for f in facts if f not in together]
+    later = [f"{f.text} ({f.source})" for f in facts if f not in together]
     unknown = () if ranks else ("which rank the process was; keep one log a rank, or torchrun's --log-dir",)
     everyone = set(incident.traces) | {f.rank for f in incident.facts if f.rank is not None}
     sure = cause.at is not None or len(facts) == len(together)
@@ -91,7 +90,7 @@ def _death(cause: Fact, together: Sequence[Fact], incident: Incident, facts: Seq
         tuple(f"{f.text} ({f.source})" for f in together[:8]),
         unknown,
         ADVICE["dead_rank"],
-        consequences=tuple(echoes[:12]),
+        consequences=tuple(later[:12]),
     )
 
 
