@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from html import escape
-from typing import NamedTuple
+from math import inf, log10
+from typing import Any, NamedTuple
 
 from meshwright.errors import IllegalLayoutError, InputError
 from meshwright.plan.memory import ServeMemory
@@ -129,8 +130,8 @@ def _unfit(plan: Plan) -> Iterable[tuple[Layout, Placement, str]]:
         yield rejected.layout, found, rejected.reason
 
 
-def front(points: Iterable[Point], *, less: bool = True) -> list[Point]:
-    """Points that no other beats in both directions: less x (or more), more y; ascending in x."""
+def front(points: Iterable[Point]) -> list[Point]:
+    """Points that no other beats in both directions: less x, more y; ascending in x."""
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (p.x, -p.y)):
         if not best or point.y > best[-1].y:
@@ -142,7 +143,7 @@ def pareto(plan: Plan, curves: Sequence[Curve]) -> str:
     """The section; nothing without points."""
     import plotly.graph_objects as go
 
-    curves = [c for c in curves if c.own.x < float("inf")]
+    curves = [c for c in curves if c.own.x < inf]
     if not curves:
         return ""
     serve = plan.kind == "serve"
@@ -152,7 +153,7 @@ def pareto(plan: Plan, curves: Sequence[Curve]) -> str:
     if len(best) > 1:
         figure.add_scatter(
             x=[p.x for p in best], y=[p.y for p in best], mode="lines", name="Pareto front", hoverinfo="skip",
-            line={"color": "#c9cfda", "width": 9, "shape": "spline" if serve else "hv"},
+            line={"color": "#c9cfda", "width": 9, "shape": "linear" if serve else "hv"},
         )  # fmt: skip
     for number, curve in enumerate(curves):
         unfit = curve.role == "does not fit"
@@ -172,10 +173,15 @@ def pareto(plan: Plan, curves: Sequence[Curve]) -> str:
                     "line": {"color": "#1d2330", "width": 1 if curve.role == "chosen" else 0}},
             customdata=[_hover(plan, curve, curve.own)], hovertemplate="%{customdata}<extra></extra>",
         )  # fmt: skip
-    _limits(figure, plan)
     word = "time per output token, ms" if serve else "memory of the fullest rank, GiB"
-    xs = [p.x for p in fitting] or [1.0]
-    figure.update_xaxes(title=word, type="log" if serve and max(xs) > 8 * min(xs) else "linear")
+    xs = [c.own.x for c in curves] + [p.x for p in fitting]
+    log = serve and max(xs) > 8 * min(xs)
+    figure.update_xaxes(title=word)
+    if log:
+        ticks = [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5)]
+        ticks = [tick for tick in ticks if min(xs) / 2 < tick < max(xs) * 2]
+        figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
+    _limit(figure, plan, log)
     figure.update_yaxes(title="tokens/s a device", rangemode="tozero")
     how = (
         "Every curve is a layout with more and more requests in flight; the large mark is the load of this plan."
@@ -185,14 +191,18 @@ def pareto(plan: Plan, curves: Sequence[Curve]) -> str:
     return f'<h2>Layouts compared</h2><p class="sub">{how}</p>{chart(figure, "pareto", 460)}'
 
 
-def _limits(figure: object, plan: Plan) -> None:
+def _limit(figure: Any, plan: Plan, log: bool) -> None:
+    """The target of the time per token, or the memory of a device, as a line; annotations of logarithmic axes stand
+    at logarithms."""
     work = plan.workload
     if isinstance(work, Serve):
         limit, text = (work.tpot_s or 0) * 1e3, "target"
     else:
         limit, text = plan.cluster.device.memory_bytes / GIB, "device memory"
     if limit:
-        figure.add_vline(x=limit, line={"color": "#1d2330", "dash": "dot", "width": 1}, annotation_text=text)  # type: ignore[attr-defined]
+        figure.add_vline(x=limit, line={"color": "#1d2330", "dash": "dot", "width": 1})
+        at = log10(limit) if log else limit
+        figure.add_annotation(x=at, y=1, yref="paper", text=text, showarrow=False, xanchor="left", xshift=3)
 
 
 def _hover(plan: Plan, curve: Curve, point: Point) -> str:

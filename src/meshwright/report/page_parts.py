@@ -24,7 +24,8 @@ body{font:15px/1.5 system-ui,sans-serif;color:#1d2330;margin:2rem auto;max-width
 h1{font-size:1.35rem;margin:0 0 .3rem}h2{font-size:1.05rem;margin:2rem 0 .5rem}
 .verdict{padding:.7rem 1rem;border-radius:6px;font-weight:600}.yes{background:#e2f3e8}.no{background:#fbe3e1}
 .sub{color:#5a6376}table{border-collapse:collapse;font-size:.86rem}th,td{padding:.25rem .7rem;text-align:right}
-th:first-child,td:first-child,td.text,th.text{text-align:left}thead th{border-bottom:1px solid #c9cfda;color:#5a6376}
+th:first-child,td:first-child,td.text,th.text{text-align:left}
+td:first-child{white-space:nowrap}thead th{border-bottom:1px solid #c9cfda;color:#5a6376}
 tbody tr:nth-child(even){background:#f6f7f9}.over{color:#b3261e;font-weight:600}.scroll{overflow-x:auto}
 .node{border:1px solid #c9cfda;border-radius:8px;padding:.6rem;margin:.6rem 0}
 .ranks{display:grid;grid-template-columns:repeat(auto-fill,minmax(205px,1fr));gap:.5rem}

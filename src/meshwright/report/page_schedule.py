@@ -84,15 +84,21 @@ def pipeline(plan: Plan, timelines: Sequence[Timeline]) -> str:
     else:
         bars = serving_bars(last)
         title = "Pipeline: two rounds of decoding"
-    idle = idle_share(bars)
-    text = f"{duration(max(b.end for b in bars))}; the stages stand idle {idle:.1%} of it (hatched)."
+    idle = idle_shares(bars)
+    text = (
+        f"{duration(max(b.end for b in bars))}, of which the stages stand idle {sum(idle) / len(idle):.1%} on average "
+        f"and the busiest one {min(idle):.1%} (hatched)."
+    )
     return f'<h2>{escape(title)}</h2><p class="sub">{escape(text)}</p>{gantt(bars)}'
 
 
-def idle_share(bars: Sequence[Bar]) -> float:
-    """Idle share of all stages between 0 and the end of the last bar."""
+def idle_shares(bars: Sequence[Bar]) -> list[float]:
+    """Idle share of every stage between 0 and the end of the last bar."""
     end = max(b.end for b in bars)
-    return 1 - sum(b.end - b.start for b in bars) / (end * len({b.stage for b in bars}))
+    busy: dict[int, float] = {}
+    for b in bars:
+        busy[b.stage] = busy.get(b.stage, 0.0) + b.end - b.start
+    return [1 - busy[stage] / end for stage in sorted(busy)]
 
 
 def thinned(bars: Sequence[Bar]) -> tuple[list[Bar], tuple[float, float] | None]:
@@ -141,7 +147,8 @@ def gantt(bars: Sequence[Bar]) -> str:
     kinds = [kind for kind in KIND_COLOURS if any(b.kind == kind for b in shown)]
     for kind in (*kinds, "idle"):
         rows = gaps if kind == "idle" else [b for b in shown if b.kind == kind]
-        idle = {"color": "#fff", "line": {"width": 0}, "pattern": {"shape": "/", "fgcolor": "#c9cfda", "size": 6}}
+        hatched = {"shape": "/", "fgcolor": "#8d96a6", "bgcolor": "#eef0f4", "size": 6, "solidity": 0.15}
+        idle = {"color": "#eef0f4", "line": {"width": 0}, "pattern": hatched}
         figure.add_bar(
             y=[f"stage {b.stage}" for b in rows],
             x=[(b.end - b.start) * scale for b in rows],

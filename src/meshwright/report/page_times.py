@@ -12,6 +12,7 @@ from meshwright.plan.serving_time import ServingTime
 from meshwright.plan.timeline import HOST, OVERHEAD, Timeline, Track
 from meshwright.plan.timeline_train import ACTION
 from meshwright.plan.timing.estimate import Seconds
+from meshwright.plan.train_cost import is_data_parallel
 from meshwright.plan.training_time import TrainingTime
 from meshwright.report.page_parts import COLOURS, chart, duration, stacked
 from meshwright.specs.units import binary, si
@@ -105,7 +106,8 @@ def seconds_of(entry: Entry) -> float:
 def _layer(name: str, phase: str, held: list[int], entries: list[Entry]) -> str:
     import plotly.graph_objects as go
 
-    total = sum(map(seconds_of, entries))
+    beside = sum(seconds_of(e) for e in entries if is_data_parallel(e.group))
+    total = sum(map(seconds_of, entries)) - beside
     unit, scale = ("us", 1e6) if max(map(seconds_of, entries)) < 1e-3 else ("ms", 1e3)
     labels = [_label(number, e) for number, e in enumerate(entries, 1)]
     figure = go.Figure(
@@ -119,8 +121,10 @@ def _layer(name: str, phase: str, held: list[int], entries: list[Entry]) -> str:
         )
     )
     figure.update_yaxes(autorange="reversed", automargin=True, tickfont={"size": 11}, fixedrange=True)
-    figure.update_xaxes(title=unit, title_font={"size": 12})
+    figure.update_xaxes(ticksuffix=f" {unit}", nticks=6)
     title = f"{phase}, {layer_label(held)}: {duration(total)} each"
+    if beside:
+        title += f", {duration(beside)} of parameters and gradients beside it"
     height = 70 + 19 * len(entries)
     return f"<div><b>{escape(title)}</b>{chart(figure, f'layer-{name}', height, legend=False)}</div>"
 
