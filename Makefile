@@ -1,4 +1,5 @@
-# make demo   SmolLM2-135M: a plan for this machine and a page to open, text from two local ranks, a proof on four
+# make demo   SmolLM2-135M: a plan for this machine and a page to open, text from two local ranks, a proof on four,
+#             and a hang with a planted mistake, which the doctor names
 # make test   lint, types, import rules and all tests
 #
 # Both set themselves up on a fresh machine: they make .venv with a Python >= 3.11 and install the exact versions of
@@ -44,6 +45,8 @@ demo: $(VENV)/.stamp-demo
 	$(BIN)/meshwright run convert smollm2 out/smollm2
 	$(BIN)/meshwright run generate out/smollm2 --layout pp=2 --prompt "The capital of France is" --max-new-tokens 2
 	$(BIN)/meshwright prove out/smollm2 --layout tp=2,pp=2
+	$(BIN)/python docs/demo/hang.py out/smollm2 out/incident
+	$(BIN)/meshwright doctor out/incident --html out/incident.html || test $$? -eq 1
 	@echo "open $(CURDIR)/out/plan.html"
 
 test: lint unit

@@ -192,7 +192,7 @@ def _shift_finding(view: View, d: Divergence, label: str) -> Finding:
         f"{'in' if d.kind == 'skipped' else 'out'} on {ranks_text(d.guilty)}",
     ]
     if d.by_stack:
-        evidence.append("operations and shapes agree; only the lines that they come from are shifted")
+        evidence.append("operations and shapes agree; only where they come from is shifted")
     other = ranks_text(others)
     alternative = f"{other} {'issued it as an extra call' if kind == 'skipped_call' else 'skipped it'}" if tie else None
     confidence = _confidence(view, d, d.matched >= 2)

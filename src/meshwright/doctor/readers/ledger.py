@@ -63,11 +63,15 @@ def _str(row: dict[str, Any], key: str, limit: int = 200) -> str | None:
 
 
 def _stack(row: dict[str, Any]) -> tuple[Frame, ...]:
+    """The line of the call; in place of its function, where in the model it is, if the ledger of a model says so."""
     site = _str(row, "call_site", 4096)
     if site is None:
         return ()
     file, _, line = site.rpartition(":")
-    return (Frame("", file, int(line)),) if line.isdecimal() and len(line) < 10 else ()
+    layer = _int(row, "layer")
+    place = [f"layer {layer}"] if layer is not None else []
+    place += [name] if (name := _str(row, "name", 80)) is not None else []
+    return (Frame(", ".join(place), file, int(line)),) if line.isdecimal() and len(line) < 10 else ()
 
 
 class _Rows:
