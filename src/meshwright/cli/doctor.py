@@ -59,8 +59,9 @@ def doctor(
     if redact:
         from meshwright.doctor import redact as redaction
 
-        findings = [redaction.redacted(f) for f in findings]
-        incident.lacks = [redaction.redact(line) for line in incident.lacks]
+        hosts = redaction.hosts_of(incident)
+        findings = [redaction.redacted(f, hosts) for f in findings]
+        redaction.redact_incident(incident, hosts)
     if html is not None:
         from meshwright.report.doctor_page import page
 

@@ -11,7 +11,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from meshwright.doctor.findings import Finding
+from meshwright.doctor.incident import Group, Incident
 
+#: Endings of files, which with a line number look like a host with a port.
+_FILES = "py|pyx|cc|cpp|cu|cuh|c|h|hpp|so|log|txt|out|err|json|jsonl|stderr|stdout|dump|gz|zst|html"
 _NAME = r"[A-Za-z0-9_.\-]"
 #: What is replaced, in order. A word that names a secret hides what follows it.
 _PATTERNS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
@@ -37,24 +40,45 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(rf"\b(?:{_NAME}+/)+({_NAME}+\.py\b)"), r"<path>/\1"),
     (re.compile(r"(?i)\b(host(?:name)?|node|ip)(\s*[=:]\s*)[A-Za-z0-9][\w.\-]*"), r"\1\2<host>"),
     (re.compile(r"\b[A-Za-z][\w\-]*(?:\.[A-Za-z][\w\-]*)+\.(?:com|net|org|io|ai|local|internal|cluster)\b"), "<host>"),
+    (re.compile(rf"\b[A-Za-z][\w\-]*(?:\.[\w\-]+)+\.(?!(?:{_FILES})\b)[A-Za-z]{{2,}}:\d{{2,5}}\b"), "<host>"),
     (re.compile(r"^([A-Za-z][\w\-]*)(?=:\d+:\d+ \[\d+\])"), "<host>"),
 )
 
 
-def redact(text: str) -> str:
-    """The text without what names a person, a machine, a place or a secret."""
+def redact(text: str, hosts: frozenset[str] = frozenset()) -> str:
+    """The text without what names a person, a machine, a place or a secret; ``hosts`` are known names of machines."""
+    for host in sorted(hosts, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w.\-]){re.escape(host)}(?![\w\-])", "<host>", text)
     for pattern, put in _PATTERNS:
         text = pattern.sub(put, text)
     return text
 
 
-def redacted(finding: Finding) -> Finding:
+def hosts_of(incident: Incident) -> frozenset[str]:
+    """Names of machines that logs gave."""
+    named = (f.data.get("host") for f in incident.facts)
+    return frozenset(h for h in named if isinstance(h, str) and len(h) > 2 and h != "localhost")
+
+
+def redacted(finding: Finding, hosts: frozenset[str] = frozenset()) -> Finding:
     """A finding with every text of it redacted."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):
-            return redact(value)
+            return redact(value, hosts)
         return tuple(clean(v) for v in value) if isinstance(value, tuple) else value
 
     kept = {"kind", "confidence", "advice"}
     return replace(finding, **{f.name: clean(getattr(finding, f.name)) for f in fields(finding) if f.name not in kept})
+
+
+def redact_incident(incident: Incident, hosts: frozenset[str]) -> None:
+    """Redact, in place, what pictures and traces take from an incident: groups, operations, what it lacks."""
+    incident.lacks = [redact(line, hosts) for line in incident.lacks]
+    incident.groups.rows = [
+        Group(redact(g.name, hosts), redact(g.desc, hosts), g.members) for g in incident.groups.rows
+    ]
+    incident.signatures.rows = [
+        s._replace(op=redact(s.op, hosts), dtype=s.dtype and redact(s.dtype, hosts), raw="")
+        for s in incident.signatures.rows
+    ]
