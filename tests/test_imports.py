@@ -22,6 +22,8 @@ LIGHT = (
     ["plan", "serve", "smollm2-135m", "--on", "here", "--json"],
     ["plan", "serve", "smollm2-135m", "--on", "2x4xA100-80G@ib-200g", "--layout", "tp=1,pp=2", "--json"],
     ["plan", "train", "smollm2-135m", "--on", "8xH100", "--json"],
+    ["plan", "serve", "smollm2-135m", "--on", "8xH100", "--perfetto", "/dev/null"],
+    ["plan", "train", "smollm2-135m", "--on", "8xH100", "--layout", "pp=2,dp=4", "--perfetto", "/dev/null"],
     ["plan", "--devices"],
     ["plan", "--models"],
 )

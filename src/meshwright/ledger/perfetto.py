@@ -62,10 +62,10 @@ def layer_spans(entries: Iterable[Entry]) -> list[Entry]:
     passes: list[Entry] = []
     layers: list[Entry] = []
     for entry in entries:
-        if not passes or passes[-1].phase != entry.phase:
+        fresh = not passes or passes[-1].phase != entry.phase
+        if fresh:
             passes.append(_span(entry, "pass", entry.phase or "pass"))
-            layers.append(_span(entry, "layer", ""))
-        if layers[-1].layer != entry.layer:
+        if fresh or layers[-1].layer != entry.layer:
             layers.append(_span(entry, "layer", f"layer {entry.layer}"))
         for span in (passes[-1], layers[-1]):
             span.ended_ns = max(span.ended_ns or 0, entry.ended_ns or 0)

@@ -132,7 +132,8 @@ def _table(layout: Layout, m: int) -> Table:
     elif v > 1 and name == "1f1b":
         name = "interleaved"
     v = 2 if name in FOLDED else v
-    most = MAX_ACTIONS // (3 * p * v)
+    kinds = 3 if name in {"zb-h1", *FOLDED} else 2
+    most = MAX_ACTIONS // (kinds * p * v)
     if m > most:
         few = max(2, most // p) * p
         m = few if few < m and not refusal(name, p, few, v) else m

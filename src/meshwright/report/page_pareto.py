@@ -175,7 +175,7 @@ def pareto(plan: Plan, curves: Sequence[Curve]) -> str:
         )  # fmt: skip
     word = "time per output token, ms" if serve else "memory of the fullest rank, GiB"
     xs = [c.own.x for c in curves] + [p.x for p in fitting]
-    log = serve and max(xs) > 8 * min(xs)
+    log = max(xs) > 8 * min(xs)
     figure.update_xaxes(title=word)
     if log:
         ticks = [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5)]
