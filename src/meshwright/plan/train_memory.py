@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -51,10 +52,14 @@ def stage_holdings(
     return tuple(Holding(name, term, tensor, size, source) for term, tensor, size, source in rows if size)
 
 
-def fullest(stages: Sequence[TrainStage]) -> list[TrainStage]:
-    """The stages one of which is the fullest: the first, the first with the most layers, the last."""
-    longest = max(stages, key=lambda s: len(s.layers))
-    return [stages[i] for i in sorted({0, longest.index, len(stages) - 1})]
+def fullest(spec: ModelSpec, stages: Sequence[TrainStage]) -> list[TrainStage]:
+    """The stages one of which is the fullest: the last, and the first of those with the same mix of layers (a model may
+    begin with small dense layers), since in-flight micro-batches never grow from one stage to the next."""
+    first: dict[tuple[object, ...], TrainStage] = {}
+    for stage in stages:
+        mix = tuple(tuple(sorted(Counter(spec.patterns[i] for i in chunk).items())) for chunk in stage.chunks)
+        first.setdefault((mix, stage.embedding, stage.head), stage)
+    return list(first.values())
 
 
 def _classes(model: Placement | ModelSpec, layout: Layout, stages: Sequence[TrainStage]) -> list[RankClass]:
@@ -78,8 +83,7 @@ def train_memory(
 
     With a ``Placement`` its rank classes, stages and shards count (uneven cuts exactly); with a ``ModelSpec`` there is
     one class a stage and every cut is even, rounded up. Activations are those of the largest even share.
-    ``few``: only the stages that can be the fullest: the first, the last, and the first with the most layers (a
-    search looks at many layouts; in-flight micro-batches never grow from one stage to the next).
+    ``few``: only the stages that can be the fullest (see ``fullest``; a search looks at many layouts).
 
     Raises:
         IllegalLayoutError: the pipeline has more parts than the model has layers.
@@ -88,7 +92,7 @@ def train_memory(
     if isinstance(model, Placement) and layout.virtual == 1:
         layout = replace(layout, stage_layers=tuple(len(s.layers) for s in model.stages))
     stages = train_stages(spec, layout)
-    wanted = {s.index for s in (fullest(stages) if few else stages)}
+    wanted = {s.index for s in (fullest(spec, stages) if few else stages)}
     ranks = []
     for c in _classes(model, layout, stages):
         if c.coordinate.pp not in wanted:

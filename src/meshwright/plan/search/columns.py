@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, get_args
 
 from meshwright.specs.layout import Fsdp, Layout, Schedule
@@ -119,4 +120,5 @@ def blocks(*axes: Ints) -> Iterator[NDArray[np.int64]]:
         code = code * (int(axis.max(initial=0)) + 1) + axis
     order = np.argsort(code, kind="stable")
     edges = np.flatnonzero(np.diff(code[order])) + 1
-    yield from (rows for rows in np.split(order, edges) if len(rows))
+    bounds = [0, *edges.tolist(), len(order)]
+    yield from (order[a:b] for a, b in pairwise(bounds) if b > a)

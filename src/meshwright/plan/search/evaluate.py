@@ -10,7 +10,7 @@ from meshwright.plan.search.columns import MODES, SCHEDULES, Columns, blocks
 from meshwright.plan.search.memory import Known, Memory, Peak
 from meshwright.plan.search.stages import Part, memory_stages, parts_of
 from meshwright.plan.search.step import Step
-from meshwright.plan.search.tables import Counter, Cut, Tables, cuts_of
+from meshwright.plan.search.tables import Counter, cuts_of
 from meshwright.plan.train_cost import bubble
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.train_memory import DEFAULT_ENGINE
@@ -45,12 +45,20 @@ class Coster:
     _counter: Counter | None = None
     _memory: Memory | None = None
 
-    def tables(self, x: Columns) -> tuple[Tables, list[Cut], Ints, Ints]:
-        """Tables of all cuts of some layouts, the cut of every row, the ranks that share an expert."""
+    @property
+    def counter(self) -> Counter:
+        """Tables of layers, kept from question to question."""
         if self._counter is None:
             self._counter = Counter(self.spec, self.profile, self.cluster, self.work)
-        cuts, number, experts = cuts_of(x, self.profile)
-        return self._counter.count(cuts), cuts, number, experts
+        return self._counter
+
+    def even(self, x: Columns) -> Mask:
+        """Rows whose stages have one class of ranks: the others are not in the tables."""
+        import numpy as np
+
+        cuts, number, _ = cuts_of(x, self.profile)
+        alike = np.array([self.counter.holder(cut).alike for cut in cuts], dtype=bool)
+        return np.asarray(alike[number])
 
     def micro_batches(self, x: Columns) -> Ints:
         """Micro-batches of a step."""
@@ -87,7 +95,8 @@ class Coster:
         """
         import numpy as np
 
-        tables, _, cuts, experts = self.tables(x)
+        distinct, cuts, experts = cuts_of(x, self.profile)
+        tables = self.counter.count(distinct)
         micro, idle = self.micro_batches(x), self.idle(x)
         out: dict[str, Floats] = {}
         for rows in blocks(x.pp, x.schedule, x.virtual, x.zero):
@@ -102,6 +111,7 @@ class Coster:
                 out.setdefault(name, np.zeros(len(x)))[rows] = column
         out["tokens_per_s"] = self.work.global_batch * self.work.seq / out["step_s"]
         out["bubble"] = idle
+        out["idle_s"] = (out["compute_s"] + out["link_s"]) * idle / (1.0 - idle)
         return out
 
     def memory(self, x: Columns) -> Floats:

@@ -77,7 +77,7 @@ def _divides(sizes: Iterable[int], by: Ints) -> Mask:
 def _is(x: Columns, *names: str) -> Mask:
     import numpy as np
 
-    return np.isin(x.schedule, [SCHEDULES.index(n) for n in names])  # type: ignore[arg-type]
+    return np.isin(x.schedule, [SCHEDULES.index(n) for n in names])
 
 
 def _general(spec: ModelSpec, x: Columns, cluster: Cluster | None) -> Mask:
@@ -121,7 +121,9 @@ def _has_knobs(x: Columns) -> Mask:
 
 def _replicas(x: Columns, ranks: Ints) -> Mask:
     """fsdp_replicas."""
-    return ~_has_knobs(x) | (ranks % x.replicas == 0)
+    import numpy as np
+
+    return np.asarray(~_has_knobs(x) | (ranks % x.replicas == 0))
 
 
 def own(spec: ModelSpec, x: Columns, work: Any) -> Mask:

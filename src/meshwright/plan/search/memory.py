@@ -123,7 +123,8 @@ class Memory:
                 self._saved[key] = self._measure(cut)
             rows.append(self._saved[key])
         kept, whole, head, one, gradient = (np.array(part, dtype=float) for part in zip(*rows, strict=True))
-        return Saved(kept, whole, head, *one.T, gradient.transpose(1, 0, 2))
+        edge, mask, fixed, tail, joined, logits = one.T
+        return Saved(kept, whole, head, edge, mask, fixed, tail, joined, logits, gradient.transpose(1, 0, 2))
 
     def _measure(self, cut: Cut) -> tuple[object, ...]:
         spec, engine, layout = self.spec, self.engine, cut.layout(etp=cut.etp or None)
@@ -186,6 +187,7 @@ class Peak:
         self.x, self.memory, self.known, self.cuts, self.micro = x, memory, known, cuts, micro
         self.units, self.saved = tables
         self.zero = int(x.zero[0])
+        self.alike = [(rows, int(micro[rows[0]])) for rows in blocks(micro)]
         stated = (self.zero == 3) & ((x.replicas > 1) | (x.reshard == 0))
         replicas = np.where(stated, x.replicas, memory.engine.optimizer_instances)
         ranks = x.dp * x.cp
@@ -204,10 +206,9 @@ class Peak:
         for stage in stages:
             held = self._states(stage, layout.pp)
             step = held.pop("step")
-            states = sum(held.values()).astype(float)  # type: ignore[attr-defined]
-            for mode in range(len(MODES)):
-                acts = self._activations(stage, layout, mode)
-                np.maximum(best[mode], states + np.maximum(acts, step), out=best[mode])
+            states = np.sum(list(held.values()), axis=0).astype(float)
+            acts = self._activations(stage, layout)
+            np.maximum(best, states + np.maximum(acts, step), out=best)
         best += e.workspace_bytes + e.context_bytes
         best += np.where(x.stage * x.pp > 1, e.communicator_bytes, 0)
         return best
@@ -228,12 +229,12 @@ class Peak:
             whole, largest = root[:, 0] + root[:, 1], ordered[-1]
             two, unit = largest + ordered[-2], np.maximum(whole, largest)
             self.known.sums[key] = np.array([*sums.T, whole, largest, two, unit])
-        return self.known.sums[key][:, self.cuts]
+        return np.asarray(self.known.sums[key][:, self.cuts])
 
     def _spread(self, dense: Ints, expert: Ints, each: int, *, over: bool = True) -> Ints:
         if not over:
             return (dense + expert) * each
-        return -(-dense * each // self.degrees[0]) + -(-expert * each // self.degrees[1])
+        return np.asarray(-(-dense * each // self.degrees[0]) + -(-expert * each // self.degrees[1]))
 
     def _states(self, stage: TrainStage, pp: int) -> dict[str, Ints]:
         """``train_states.states`` by term; ``step``: fp32 gradients of the optimizer step."""
@@ -320,18 +321,18 @@ class Peak:
         """Bytes of layers when most is held, and how many micro-batches then are: over all chunks, and of one.
 
         Args:
-            kept: [chunks, N]: bytes of a micro-batch.
+            kept: [chunks, 3, N]: bytes of a micro-batch by mode of recompute.
         """
         import numpy as np
 
-        out = np.zeros((3, len(self.cuts)))
-        for rows in blocks(self.micro):
-            m = int(self.micro[rows[0]])
+        layers, flying, most = (np.empty(kept.shape[1:]) for _ in range(3))
+        for rows, m in self.alike:
             held = self._options(stage, layout, m)
-            sums = held @ kept[:, rows]
-            best = sums.argmax(axis=0)
-            out[:, rows] = sums.max(axis=0), held.sum(axis=1)[best], held.max(axis=1)[best]
-        return out[0], out[1], out[2]
+            sums = np.tensordot(held, kept[:, :, rows], axes=1)
+            best = sums.argmax(axis=0) if len(held) > 1 else 0
+            layers[:, rows] = sums.max(axis=0)
+            flying[:, rows], most[:, rows] = held.sum(axis=1)[best], held.max(axis=1)[best]
+        return layers, flying, most
 
     def _options(self, stage: TrainStage, layout: Layout, m: int) -> Floats:
         import numpy as np
@@ -342,25 +343,28 @@ class Peak:
             self.known.options[key] = np.array(options(layout.schedule, stage, layout.pp, m, group), dtype=float)
         return self.known.options[key]
 
-    def _activations(self, stage: TrainStage, layout: Layout, mode: int) -> Floats:
-        """``train_activations.activations``."""
+    def _activations(self, stage: TrainStage, layout: Layout) -> Floats:
+        """[3, N]: ``train_activations.activations`` by mode of recompute."""
         import numpy as np
 
         e, t, k, micro = self.memory.engine, self.saved, self.cuts, self.micro
         chunks = [self._chunk(c) for c in stage.chunks]
-        layers, flying, most = self._flight(stage, layout, np.array([kept[mode, k] for kept, _ in chunks]))
+        layers, flying, most = self._flight(stage, layout, np.array([kept[:, k] for kept, _ in chunks]))
         if self.memory.work.offload == "activations":
             layers = layers - np.rint(layers * e.offload_fraction)
-        extra = np.max([more[mode] for _, more in chunks], axis=0)[k]
-        head = t.head[k, mode] if stage.head else np.zeros(len(k))
+        extra = np.max([more for _, more in chunks], axis=0)
+        head = t.head.T if stage.head else np.zeros((1, 1))
         together = e.reserved or bool(e.offload_modules)
-        out = layers + (extra + head if together else np.maximum(extra, head)) + t.fixed[k]
+        ends = (extra + head if together else np.maximum(extra, head)) + t.fixed
         if stage.layers:
-            out = out + t.gradient[int(stage.head), k, self.memory.spec.patterns[stage.layers[-1]]]
-        if layout.pp > 1:
-            out = out + (flying + 2 * micro if e.receive_buffers else e.boundary_tensors) * t.edge[k]
-        if stage.embedding:
-            out = out + most * t.rows[k]
+            ends = ends + t.gradient[int(stage.head), :, self.memory.spec.patterns[stage.layers[-1]]]
         if stage.head:
-            out = out + t.tail[k] + micro * t.joined[k] + np.minimum(e.deferred_head, micro) * t.logits[k]
+            ends = ends + t.tail
+        out = layers + ends[:, k]
+        if layout.pp > 1:
+            out += (flying + 2 * micro if e.receive_buffers else e.boundary_tensors) * t.edge[k]
+        if stage.embedding and t.rows.any():
+            out += most * t.rows[k]
+        if stage.head and e.deferred_head:
+            out += micro * t.joined[k] + np.minimum(e.deferred_head, micro) * t.logits[k]
         return np.asarray(out)

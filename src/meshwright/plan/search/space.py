@@ -19,7 +19,7 @@ from meshwright.specs.profile import EngineProfile
 from meshwright.specs.workload import Train
 
 if TYPE_CHECKING:
-    from meshwright.plan.search.columns import Ints
+    from meshwright.plan.search.columns import Ints, Mask
 
 #: Pipelines deeper than this are not looked at, nor context groups wider (Llama 3 405B: 16 and 16,
 #: arXiv:2407.21783, table 4), nor micro-batches larger.
@@ -105,13 +105,13 @@ def space(spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
     base = np.array([(b.tp, b.pp, b.cp, b.dp) for b in own], dtype=np.int64)
     a, c = len(experts), len(steps)
 
-    def ask(count: int, **given: Ints) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+    def ask(count: int, **given: Ints) -> Mask:
         rows = {f.name: np.ones(len(own) * count, dtype=np.int64) for f in fields(Columns)}
         rows |= {"etp": np.zeros_like(rows["tp"]), "sp": np.zeros_like(rows["tp"]), "zero": np.zeros_like(rows["tp"])}
         rows["sp"] = (np.repeat(base[:, 0], count) > 1).astype(np.int64)
         rows["schedule"] = np.full_like(rows["tp"], SCHEDULES.index("1f1b"))
         rows |= dict(zip(("tp", "pp", "cp", "dp"), (np.repeat(base[:, i], count) for i in range(4)), strict=True))
-        return _asked(spec, cluster, work, profile, Columns(**(rows | given))).reshape(len(own), count)
+        return legal(spec, Columns(**(rows | given)), profile, cluster, work).reshape(len(own), count)
 
     tiled = [np.tile(np.array(column, dtype=np.int64), len(own)) for column in zip(*experts, strict=True)]
     # FSDP shards as widely as it can here, because some engines lay experts inside the sharded group.
@@ -139,9 +139,5 @@ def space(spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
         same = (np.full(len(i), n, dtype=np.int64) for n in (at.tp, at.pp, at.dp, at.cp))
         parts.append(Columns(*same, *ez[i].T, *zz[j].T, *sz[k].T))
     found = joined(parts) if parts else Columns(*(np.zeros(0, dtype=np.int64) for _ in fields(Columns)))
-    found = found.take(_asked(spec, cluster, work, profile, found))
+    found = found.take(legal(spec, found, profile, cluster, work))
     return Space(found, size, size - len(found))
-
-
-def _asked(spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile, rows: Columns):  # type: ignore[no-untyped-def]
-    return legal(spec, rows, profile, cluster, work)

@@ -60,4 +60,4 @@ def pattern_counts(spec: ModelSpec, layers: range | tuple[int, ...]) -> tuple[in
 
 def memory_stages(spec: ModelSpec, layout: Layout) -> list[TrainStage]:
     """The stages one of which is the fullest, as ``train_memory`` looks at them."""
-    return fullest(train_stages(spec, layout))
+    return fullest(spec, train_stages(spec, layout))

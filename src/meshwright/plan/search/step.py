@@ -18,6 +18,8 @@ from meshwright.specs.workload import Train
 if TYPE_CHECKING:
     from meshwright.plan.search.columns import Floats, Ints, Mask
 
+    Numbers = Floats | Ints | float
+
 
 @dataclass(slots=True)
 class Sums:
@@ -27,7 +29,7 @@ class Sums:
     messages: Floats
     wire_s: Floats
 
-    def add(self, wire: Floats, seconds: Floats, live: Mask, times: Floats | float = 1.0) -> None:
+    def add(self, wire: Floats | Ints, seconds: Floats, live: Mask, times: Numbers = 1.0) -> None:
         """Add a collective that runs where ``live``."""
         import numpy as np
 
@@ -53,17 +55,17 @@ class Group:
         nodes = -(-members // near)
         self.round = (near - 1) * inside.latency_s + np.ceil(np.log2(nodes)) * self.hop
 
-    def all_reduce(self, out: Sums, ranks: Ints, payload: Ints, times: Floats | float = 1.0) -> None:
+    def all_reduce(self, out: Sums, ranks: Ints, payload: Ints, times: Numbers = 1.0) -> None:
         """2 (n-1)/n of the payload a rank, two rounds."""
         wire = -(-2 * (ranks - 1) * payload // ranks)
         out.add(wire, wire / self.ring + LAUNCH_S + 2 * self.round, (ranks > 1) & (payload > 0), times)
 
-    def reduce_scatter(self, out: Sums, ranks: Ints, payload: Ints, times: Floats | float = 1.0) -> None:
+    def reduce_scatter(self, out: Sums, ranks: Ints, payload: Ints, times: Numbers = 1.0) -> None:
         """(n-1)/n of the payload a rank."""
         wire = -(-(ranks - 1) * payload // ranks)
         out.add(wire, wire / self.ring + LAUNCH_S + self.round, (ranks > 1) & (payload > 0), times)
 
-    def all_gather(self, out: Sums, ranks: Ints, piece: Ints, times: Floats | float = 1.0) -> None:
+    def all_gather(self, out: Sums, ranks: Ints, piece: Ints, times: Numbers = 1.0) -> None:
         """(n-1) pieces a rank."""
         wire = (ranks - 1) * piece
         out.add(wire, wire / self.ring + LAUNCH_S + self.round, (ranks > 1) & (piece > 0), times)
@@ -296,12 +298,12 @@ class Step:
             pairs.append((apart, self.expert, None))
         return pairs
 
-    def _gather(self, out: Sums, unit: Numel, width: int, times: Floats | float = 1.0) -> None:
+    def _gather(self, out: Sums, unit: Numel, width: int, times: Numbers = 1.0) -> None:
         for n, group, sharded in self._pairs(unit):
             ranks = group.members if sharded is None else sharded
             group.all_gather(out, ranks, -(-n // ranks) * width, times)
 
-    def _scatter(self, out: Sums, unit: Numel, width: int, times: Floats | float = 1.0) -> None:
+    def _scatter(self, out: Sums, unit: Numel, width: int, times: Numbers = 1.0) -> None:
         for n, group, sharded in self._pairs(unit):
             ranks = group.members if sharded is None else sharded
             group.reduce_scatter(out, ranks, n * width, times)

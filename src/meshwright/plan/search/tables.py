@@ -153,7 +153,6 @@ class Tables:
         alike: [K]: all ranks of a stage hold and do the same.
     """
 
-    cuts: list[Cut]
     layer: Floats
     first: Floats
     last: Floats
@@ -228,7 +227,22 @@ class Counter:
             ends[:, i] = self._ends(cut, c, at, links)
             rows, width = c.hidden_shape
             whole[:, i] = (rows * width * DTYPE_BYTES[c.dtype], *at.ends, at.alike)
-        return Tables(cuts, layer, ends[0], ends[1], whole[0], parameters, norms, *whole[1:7], whole[7] > 0)
+        hidden, end_norms, embedding, vocabulary, tail, tied, other, alike = whole
+        return Tables(
+            layer=layer,
+            first=ends[0],
+            last=ends[1],
+            hidden_bytes=hidden,
+            parameters=parameters,
+            norms=norms,
+            end_norms=end_norms,
+            embedding=embedding,
+            vocabulary=vocabulary,
+            tail=tail,
+            tied=tied,
+            other=other,
+            alike=alike > 0,
+        )
 
     def _blocks(self, cut: Cut, c: Context, p: int, kind: Kind) -> list[tuple[object, Callable[[], list[Op]]]]:
         """Parts of a layer, each with all that it depends on: mixers on cp and micro-batch apart, the rest only on the
