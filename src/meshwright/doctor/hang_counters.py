@@ -10,6 +10,8 @@ from meshwright.doctor.hang_facts import minority, time_of
 from meshwright.doctor.incident import Fact, Incident, user_frame
 from meshwright.doctor.view import site_of, stack_of, weak
 
+#: Calls of a group up to which a hang is one of its setting up.
+FIRST_CALLS = 5
 _WEAK = "from a place in a group, a file's name, a task or a local rank"
 
 
@@ -35,6 +37,8 @@ def counters(incident: Incident) -> list[Finding]:
             held[fact.rank] = max(held.get(fact.rank, -1), seq)
     _join_unnamed(last)
     found = _behind(last, calls, sources) or _differing(calls, sources)
+    if not found and not incident.traces:
+        found = _together(incident, last, calls, sources)
     labels = {
         str(f.data["group_name"]): str(f.data["group"]) for f in ordered if {"group_name", "group"} <= set(f.data)
     }
@@ -144,3 +148,44 @@ def _differing(calls: dict[tuple[str, int], dict[int, tuple[object, ...]]], sour
             )
         ]
     return []
+
+
+def _together(
+    incident: Incident,
+    last: dict[str, dict[int, int]],
+    calls: dict[tuple[str, int], dict[int, tuple[object, ...]]],
+    sources: dict[int, Fact],
+) -> list[Finding]:
+    """Ranks that gave up in one and the same call: everybody where the size of the job is known, else unknown."""
+    same = [(seq, group) for (group, seq), by_rank in calls.items() if len(by_rank) > 1]
+    if not same:
+        return []
+    seq, group = min(same)
+    entered = sorted({*calls[group, seq], *(r for r, n in last.get(group, {}).items() if n >= seq)})
+    everybody = incident.world is not None and len(entered) >= incident.world
+    kind, call = ("all_arrived" if everybody else "unknown"), next(iter(calls[group, seq].values()))
+    times = [t for r in entered if (t := began(sources[r])) is not None]
+    name = f"{call[0]} #{seq} of {group or 'its group'}"
+    evidence = [f"{sources[r].text} ({sources[r].source})" for r in entered[:4]]
+    if seq <= FIRST_CALLS:
+        evidence.append("it is among the first calls of its group, so communication may never have been up")
+    return [
+        Finding(
+            kind,
+            (),
+            tuple(entered),
+            None,
+            min(times, default=None),
+            "medium" if everybody else "low",
+            f"every rank entered {name}, yet it does not end"
+            if everybody
+            else f"{ranks_text(entered)} gave up in {name}; of no other rank is anything heard",
+            tuple(evidence),
+            () if everybody else ("how many ranks the job has: one that printed nothing may be the cause",),
+            ADVICE["all_arrived"],
+            None if everybody else "if these are all ranks, everybody arrived: network or device",
+            group or None,
+            seq,
+            str(call[0]),
+        )
+    ]
