@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from meshwright.plan.explain import over_nodes
 from meshwright.plan.plan import Candidate, Reason
 from meshwright.plan.train_cost import bubble_parts
@@ -10,6 +12,9 @@ from meshwright.specs.dtypes import size_bytes
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.units import GIB, binary, gib
 from meshwright.specs.workload import Train
+
+if TYPE_CHECKING:
+    from meshwright.plan.search.train import Found
 
 STATES = {
     0: "every data-parallel rank holds parameters, gradients and optimizer state whole",
@@ -56,6 +61,18 @@ def explain_train(
         out.append(Reason("recompute", f"{work.recompute} recompute: {why}", {}))
     out.append(_bound(cluster, work, chosen))
     return tuple(out)
+
+
+def searched_reasons(found: Found | None) -> tuple[Reason, ...]:
+    """What a search over arrays looked at; nothing without one."""
+    if found is None:
+        return ()
+    text = (
+        f"searched: {found.size:,} layouts; {found.illegal:,} the engine refuses, {found.unfit:,} do not fit, "
+        f"{found.costed:,} were costed; {len(found.pareto)} are not beaten in both speed and free memory"
+    )
+    numbers = {"space": found.size, "illegal": found.illegal, "unfit": found.unfit, "costed": found.costed}
+    return (Reason("space", text, {name: float(n) for name, n in numbers.items()}),)
 
 
 def _capacity(spec: ModelSpec, cluster: Cluster, work: Train, chosen: Candidate) -> Reason:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from meshwright.plan.memory import ServeMemory, TrainMemory
 from meshwright.plan.serving_time import ServingTime
@@ -16,6 +16,13 @@ from meshwright.specs.placement import Placement
 from meshwright.specs.profile import ServeSettings
 from meshwright.specs.rules import Rule
 from meshwright.specs.workload import Workload
+
+if TYPE_CHECKING:
+    from meshwright.plan.search.train import Found
+    from meshwright.plan.training_time import TrainingTime
+
+#: What is predicted: ``ServingTime`` or ``TrainingTime``.
+Time = TypeVar("Time")
 
 #: Why the model is split at all. ``capacity``: it does not fit on fewer devices. ``throughput``: it fits on one
 #: tensor-parallel group and the rest of the devices serve replicas. ``latency``: split further than capacity
@@ -32,17 +39,17 @@ class Reason:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-class Prediction:
+class Prediction(Generic[Time]):
     """A prediction that is made when it is first asked for: most layouts of a search are never asked."""
 
     __slots__ = ("_make", "_time")
 
-    def __init__(self, make: Callable[[], ServingTime]) -> None:
+    def __init__(self, make: Callable[[], Time]) -> None:
         self._make = make
-        self._time: ServingTime | None = None
+        self._time: Time | None = None
 
     @property
-    def time(self) -> ServingTime:
+    def time(self) -> Time:
         """The prediction."""
         if self._time is None:
             self._time = self._make()
@@ -67,7 +74,7 @@ class Cost:
         wire_share: part of ``step_s`` that is communication.
         bubble: part of the step that pipeline stages stand idle (training).
         requests: requests of one replica in the decode step (serving); without a stated concurrency as many as fit.
-        later: the prediction behind ``predicted``, or None.
+        later: the prediction behind ``predicted``, or None. step_later: that behind ``predicted_step``.
     """
 
     bytes_read: float
@@ -80,12 +87,18 @@ class Cost:
     wire_share: float = 0.0
     bubble: float = 0.0
     requests: int = 0
-    later: Prediction | None = field(default=None, compare=False, repr=False)
+    later: Prediction[ServingTime] | None = field(default=None, compare=False, repr=False)
+    step_later: Prediction[TrainingTime] | None = field(default=None, compare=False, repr=False)
 
     @property
     def predicted(self) -> ServingTime | None:
         """TTFT, TPOT and throughput with their intervals (serving); made when first asked for."""
         return self.later.time if self.later is not None else None
+
+    @property
+    def predicted_step(self) -> TrainingTime | None:
+        """Seconds of an optimizer step with their interval, rates and parts (training); made when first asked for."""
+        return self.step_later.time if self.step_later is not None else None
 
     @property
     def ttft_s(self) -> float:
@@ -151,6 +164,7 @@ class Plan:
         asked: the model as the user named it (a hub id or a path), for commands.
         settings: engine settings the plan was made for (serving), every field resolved.
         notes: assumptions of the model reader, of the cluster, of the memory model.
+        searched: the search over arrays (training on many devices): size of the space, front, best points; else None.
     """
 
     kind: Literal["serve", "train"]
@@ -173,6 +187,7 @@ class Plan:
     asked: str = ""
     commands: tuple[Command, ...] = ()
     notes: tuple[str, ...] = ()
+    searched: Found | None = field(default=None, compare=False, repr=False)
 
     @property
     def ok(self) -> bool:

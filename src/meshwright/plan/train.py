@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from meshwright.errors import IllegalLayoutError
 from meshwright.moves.pipeline import refusal
 from meshwright.plan.candidates import thin
 from meshwright.plan.explain import lost_by
-from meshwright.plan.explain_train import explain_train
+from meshwright.plan.explain_train import explain_train, searched_reasons
 from meshwright.plan.memory import TrainMemory
 from meshwright.plan.plan import Alternative, Candidate, Motive, Plan, Rejected
+from meshwright.plan.train_candidates import parameter_counts, promise, state_bound, training_layouts
 from meshwright.plan.train_cost import train_cost
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.train_memory import train_memory
-from meshwright.plan.train_states import moment_bytes
 from meshwright.plan.training_step import microbatches
 from meshwright.plan.verdict import given_training, no_training, train_verdict
 from meshwright.specs.checks import dp_does_not_cure
 from meshwright.specs.cluster import Cluster
-from meshwright.specs.dtypes import size_bytes
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.nearest import explain as explain_rules
@@ -30,16 +29,19 @@ from meshwright.specs.rules import Rule
 from meshwright.specs.units import gib
 from meshwright.specs.workload import Recompute, Train
 
+if TYPE_CHECKING:
+    from meshwright.plan.search.train import Found
+
 #: Modes from the cheapest to the one that keeps least.
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-#: Sequences from which context parallelism is tried even if the model fits without.
-LONG_SEQUENCE = 32_768
 #: Layouts that are counted in full, most promising first; and those whose memory alone is counted.
 MAX_COSTED = 12
 MAX_COUNTED = 48
 TIE = 0.02
 MAX_ALTERNATIVES = 4
 MAX_REJECTED = 8
+#: Devices from which every layout of the space is costed over arrays; below, a few dozen promising ones row by row.
+SEARCHED = 256
 #: Bytes a parameter of plain mixed-precision AdamW: bf16 weight, fp32 gradient, fp32 master copy and two moments
 #: (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1, with the gradient in fp32).
 STATE_BYTES = 18
@@ -64,7 +66,7 @@ class TrainContext:
         """
         placement = place(self.spec, layout, self.profile, sections=("decoder", "vision"))
         memory = train_memory(placement, layout, self.cluster, work, self.engine)
-        return Candidate(layout, placement, memory, train_cost(placement, self.cluster, work), rules, work)
+        return Candidate(layout, placement, memory, train_cost(placement, self.cluster, work, self.engine), rules, work)
 
 
 def plan_train(
@@ -86,9 +88,9 @@ def plan_train(
         recompute_fixed: keep ``work.recompute``; else the least recompute that fits is taken.
     """
     ctx = TrainContext(spec, cluster, work, profile, engine, recompute_fixed)
-    works, rejected = _search(ctx)
+    works, rejected, searched = _search(ctx)
     if layout is not None:
-        return _given(ctx, layout, works, rejected)
+        return replace(_given(ctx, layout, works, rejected), searched=searched)
     counted = (ctx.evaluate(c.layout, _train_of(c), c.rules) for c in works)
     chosen = next((c for c in counted if c.fits), None)
     if chosen is None:
@@ -106,9 +108,10 @@ def plan_train(
         fits=True,
         chosen=chosen,
         rules=chosen.rules,
-        reasons=explain_train(spec, cluster, _train_of(chosen), chosen, recompute_fixed),
+        reasons=explain_train(spec, cluster, _train_of(chosen), chosen, recompute_fixed) + searched_reasons(searched),
         alternatives=alternatives(chosen, works),
         rejected=tuple(thin(rejected, MAX_REJECTED)),
+        searched=searched,
     )
 
 
@@ -124,71 +127,38 @@ def motive_of(ctx: TrainContext, layout: Layout) -> Motive:
     return "throughput"
 
 
-def _powers(limit: int) -> Iterator[int]:
-    value = 1
-    while value <= limit:
-        yield value
-        value *= 2
+def _search(ctx: TrainContext) -> tuple[list[Candidate], list[Rejected], Found | None]:
+    """Candidates that fit, best first; what was refused; the search over arrays where there was one."""
+    if ctx.cluster.devices >= SEARCHED and (all_of := _full_search(ctx)) is not None:
+        return _searched(ctx, all_of), _refused(ctx, flat=True)[0], all_of
+    rejected, legal = _refused(ctx)
+    legal.sort(key=lambda item: promise(item[0]))
+    works: list[Candidate] = []
+    for layout, rules in legal[:MAX_COUNTED]:
+        if len(works) >= MAX_COSTED:
+            break
+        found = _least_recompute(ctx, layout, rules)
+        if isinstance(found, Candidate):
+            works.append(found)
+        else:
+            rejected.append(found)
+    return _ordered(works), rejected, None
 
 
-def training_layouts(spec: ModelSpec, cluster: Cluster, work: Train) -> Iterator[Layout]:
-    """Layouts of the whole cluster: TP inside a node, PP a divisor, CP for long sequences, EP where experts are."""
-    world, node = cluster.devices, cluster.devices_per_node
-    for tp in (t for t in _powers(node) if node % t == 0):
-        for pp in (p for p in range(1, min(len(spec.layers), world // tp, 64) + 1) if world % (tp * p) == 0):
-            rest = world // (tp * pp)
-            for cp in (c for c in _powers(16 if work.seq >= LONG_SEQUENCE else 1) if rest % c == 0):
-                dp = rest // cp
-                if work.global_batch % dp:
-                    continue
-                for ep in _expert_degrees(spec, dp * cp):
-                    for zero in (1, 3) if dp * cp > 1 else (0,):
-                        yield Layout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, sp=tp > 1)
+def _ordered(works: list[Candidate]) -> list[Candidate]:
+    best = max((c.cost.tokens_per_s for c in works), default=0.0)
+    return sorted(works, key=lambda c: rank_key(c, best))
 
 
-def _expert_degrees(spec: ModelSpec, ranks: int) -> list[int]:
-    moe = spec.moe
-    if moe is None:
-        return [1]
-    return [e for e in (1, 4, 8, 16, 32, 64) if ranks % e == 0 and e <= moe.experts]
-
-
-def parameter_counts(spec: ModelSpec) -> tuple[int, int]:
-    """Parameters of the decoder: outside experts, in experts."""
-    expert = sum(f.parameters for f in spec.select("decoder") if f.role == "expert")
-    return spec.parameters("decoder") - expert, expert
-
-
-def state_bound(work: Train, engine: TrainEngine, layout: Layout, counts: tuple[int, int]) -> float:
-    """Least bytes of parameters, gradients and optimizer state on the fullest rank, shares at best equal.
-
-    ZeRO-3 keeps the fp32 shard as the only copy of a parameter (torch FSDP2), so working weights do not count there;
-    what is offloaded does not count at all.
-    """
-    experts_cut = layout.ep * (layout.etp if layout.etp is not None else layout.tp)
-    parameters = (counts[0] / layout.tp + counts[1] / experts_cut) / layout.pp
-    width, gradient = size_bytes(work.param_dtype), size_bytes(work.grad_dtype)
-    master = 4 if work.master_weights and work.param_dtype != "f32" else 0
-    states = 0 if work.offload == "optimizer" or engine.on_host else moment_bytes(work) + master
-    kept = 0 if engine.on_host else gradient
-    sharded = layout.dp * layout.cp
-    if layout.zero == 3:
-        return 0.0 if engine.on_host else parameters * (kept + states) / sharded
-    over = sharded if layout.zero else 1
-    return parameters * (width + kept / (over if layout.zero == 2 else 1) + states / over)
-
-
-def promise(layout: Layout) -> tuple[float, ...]:
-    """Order in which layouts are counted: few cuts of the model, since each costs traffic or a bubble."""
-    return (layout.tp * layout.pp * layout.cp, layout.zero == 3, layout.pp, layout.tp, layout.ep)
-
-
-def _search(ctx: TrainContext) -> tuple[list[Candidate], list[Rejected]]:
-    """Candidates that fit, best first, and what was refused."""
+def _refused(ctx: TrainContext, *, flat: bool = False) -> tuple[list[Rejected], list[tuple[Layout, tuple[Rule, ...]]]]:
+    """What the engine or the bound refuses, and what is left; ``flat``: of layouts with at most two stages, from which
+    those that are shown come first."""
     rejected: list[Rejected] = []
     legal: list[tuple[Layout, tuple[Rule, ...]]] = []
     counts = parameter_counts(ctx.spec)
     for layout in training_layouts(ctx.spec, ctx.cluster, ctx.work):
+        if flat and layout.pp > 2:
+            continue
         rules = tuple(ctx.profile.check(ctx.spec, layout, ctx.cluster, ctx.work))
         broken = next((r for r in rules if r.severity == "illegal"), None)
         if broken is not None:
@@ -201,19 +171,30 @@ def _search(ctx: TrainContext) -> tuple[list[Candidate], list[Rejected]]:
             rejected.append(Rejected(layout, "states_do_not_fit", text))
         else:
             legal.append((layout, rules))
-    legal.sort(key=lambda item: promise(item[0]))
-    works: list[Candidate] = []
-    for layout, rules in legal[:MAX_COUNTED]:
-        if len(works) >= MAX_COSTED:
-            break
-        found = _least_recompute(ctx, layout, rules)
-        if isinstance(found, Candidate):
-            works.append(found)
-        else:
-            rejected.append(found)
-    best = max((c.cost.tokens_per_s for c in works), default=0.0)
-    works.sort(key=lambda c: rank_key(c, best))
-    return works, rejected
+    return rejected, legal
+
+
+def _full_search(ctx: TrainContext) -> Found | None:
+    """Every layout of the space costed over arrays; None where that cannot be (see ``search.train.available``)."""
+    from meshwright.plan.search.train import available, search_training
+
+    if not available(ctx.profile, ctx.work):
+        return None
+    found = search_training(
+        ctx.spec, ctx.cluster, ctx.work, ctx.profile, ctx.engine, recompute_fixed=ctx.recompute_fixed, keep=MAX_COSTED
+    )
+    return found if found.best else None
+
+
+def _searched(ctx: TrainContext, found: Found) -> list[Candidate]:
+    """The best layouts of a full search, counted row by row."""
+    works = []
+    for point in found.best:
+        rules = tuple(ctx.profile.check(ctx.spec, point.layout, ctx.cluster, ctx.work))
+        counted = _least_recompute(ctx, point.layout, rules)
+        if isinstance(counted, Candidate):
+            works.append(counted)
+    return _ordered(works)
 
 
 def mode_that_fits(ctx: TrainContext, layout: Layout) -> tuple[Train, TrainMemory]:
@@ -244,7 +225,7 @@ def _least_recompute(ctx: TrainContext, layout: Layout, rules: tuple[Rule, ...])
     if memory.fits:
         stages = {0, len(placement.stages) // 2, len(placement.stages) - 1}
         few = replace(placement, classes=tuple(c for c in placement.classes if c.coordinate.pp in stages))
-        return Candidate(layout, placement, memory, train_cost(few, ctx.cluster, work), rules, work)
+        return Candidate(layout, placement, memory, train_cost(few, ctx.cluster, work, ctx.engine), rules, work)
     worst = memory.worst
     text = (
         f"rank {worst.rank} needs {gib(worst.total_bytes)} of {gib(worst.capacity_bytes)} with {work.recompute} "
@@ -258,7 +239,8 @@ def rank_key(candidate: Candidate, best: float) -> tuple[float, ...]:
     behind = 1.0 - candidate.cost.tokens_per_s / best if best else 0.0
     layout = candidate.layout
     cuts = layout.tp * layout.pp * layout.cp
-    return (int(behind / TIE), layout.zero == 3, cuts, layout.pp, layout.tp, layout.ep, behind)
+    plain = (layout.schedule != "1f1b", layout.pp, layout.tp, layout.ep, layout.micro_batch)
+    return (int(behind / TIE), layout.zero == 3, cuts, *plain, behind)
 
 
 def alternatives(chosen: Candidate, ordered: list[Candidate]) -> tuple[Alternative, ...]:

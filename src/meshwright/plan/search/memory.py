@@ -234,7 +234,8 @@ class Peak:
     def _spread(self, dense: Ints, expert: Ints, each: int, *, over: bool = True) -> Ints:
         if not over:
             return (dense + expert) * each
-        return np.asarray(-(-dense * each // self.degrees[0]) + -(-expert * each // self.degrees[1]))
+        size: Ints = -(-dense * each // self.degrees[0]) + -(-expert * each // self.degrees[1])
+        return size
 
     def _states(self, stage: TrainStage, pp: int) -> dict[str, Ints]:
         """``train_states.states`` by term; ``step``: fp32 gradients of the optimizer step."""

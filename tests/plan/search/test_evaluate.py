@@ -1,0 +1,119 @@
+"""Cost and memory over columns equal the row ledger's, layout by layout, to 1e-9."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.plan.search.columns import MODES, Columns
+from meshwright.plan.search.evaluate import Coster
+from meshwright.plan.search.step import Group
+from meshwright.plan.train_cost import train_cost
+from meshwright.plan.train_engine import TrainEngine, engine_preset
+from meshwright.plan.train_memory import train_memory
+from meshwright.specs.cluster import parse_cluster
+from meshwright.specs.hf.read import read_model
+from meshwright.specs.layout import Layout
+from meshwright.specs.model import ModelSpec
+from meshwright.specs.placement import place
+from meshwright.specs.workload import Train
+from tests.plan.search.spaces import DENSE, MIXTURE, TIED, coster, sample
+
+FIELDS = ("step_s", "tokens_per_s", "bytes_read", "flops", "wire_bytes", "messages", "wire_share", "bubble")
+ENGINES = [
+    (DENSE, "meshwright", "4x8xH100-SXM@ib-400g"),
+    (TIED, "meshwright", "2x4xA100-SXM-40GB"),
+    (MIXTURE, "meshwright", "4x8xH100-SXM@ib-400g"),
+    (MIXTURE, "megatron", "8x8xH100-SXM@ib-400g"),
+    (MIXTURE, "torchtitan", "4x4xH200-SXM@ib-400g"),
+    (TIED, "megatron", "1x8xH100-SXM"),
+]
+
+
+def named(value: object) -> str | None:
+    return value.name if isinstance(value, ModelSpec) else value if isinstance(value, str) else None
+
+
+def worst_error(c: Coster, x: Columns, rows: list[int]) -> float:
+    """Largest relative difference of any field."""
+    mode = np.arange(len(x)) % len(MODES)
+    found = c.cost(x, mode)
+    worst = 0.0
+    for i in rows:
+        work = replace(c.work, recompute=MODES[mode[i]])
+        row = train_cost(place(c.spec, x.layout(i), c.profile), c.cluster, work)
+        for name in FIELDS:
+            want = getattr(row, name)
+            worst = max(worst, abs(found[name][i] - want) / (abs(want) or 1.0))
+    return worst
+
+
+@pytest.mark.parametrize(("spec", "engine", "on"), ENGINES, ids=named)
+def test_cost_equals_the_row_ledger(spec: ModelSpec, engine: str, on: str) -> None:
+    c, x = coster(spec, on, Train(seq=4096, global_batch=128), engine)
+    assert worst_error(c, x, sample(x, 50)) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "engine", "on"), ENGINES, ids=named)
+def test_cost_of_ten_thousand_layouts_equals_the_row_ledger(spec: ModelSpec, engine: str, on: str) -> None:
+    c, x = coster(spec, on, Train(seq=4096, global_batch=128), engine)
+    assert worst_error(c, x, sample(x, 1700, seed=1)) < 1e-9
+
+
+def test_a_wrong_wire_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: gradients that are gathered twice."""
+    once = Group.all_gather
+
+    def twice(self, out, ranks, piece, times=1.0):  # type: ignore[no-untyped-def]
+        once(self, out, ranks, piece, 2 * times)
+
+    monkeypatch.setattr(Group, "all_gather", twice)
+    c, x = coster(DENSE, "2x8xH100-SXM@ib-400g", Train(seq=4096, global_batch=64), "meshwright")
+    assert worst_error(c, x, sample(x, 20)) > 1e-3
+
+
+WORKS = [
+    (Train(seq=4096, global_batch=128), engine_preset("torch")),
+    (Train(seq=4096, global_batch=128, optimizer="muon", grad_dtype="bf16"), engine_preset("megatron-core")),
+    (
+        Train(seq=4096, global_batch=128, offload="optimizer", dropout=0.1, attention="unfused"),
+        engine_preset("torchtitan"),
+    ),
+    (
+        Train(seq=4096, global_batch=128, offload="activations", param_dtype="f32"),
+        TrainEngine(
+            receive_buffers=True, deferred_head=3, on_host=("gradients",), half_shards=True, gather_buffer=True
+        ),
+    ),
+    (
+        Train(seq=4096, global_batch=128, optimizer="sgd", fused_cross_entropy=False),
+        TrainEngine(offload_modules=("core_attn",), weight_gradient_bytes=2.0, optimizer_instances=2, reserved=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("spec", [TIED, MIXTURE], ids=lambda s: s.name)
+@pytest.mark.parametrize(("work", "engine"), WORKS, ids=range(len(WORKS)))
+def test_memory_equals_the_row_prediction(spec: ModelSpec, work: Train, engine: TrainEngine) -> None:
+    c, x = coster(spec, "2x8xH100-SXM@ib-400g", work, "meshwright", engine)
+    found = c.memory(x)
+    for i in sample(x, 40):
+        for mode, name in enumerate(MODES):
+            rows = train_memory(spec, x.layout(i), c.cluster, replace(work, recompute=name), engine, few=True).ranks
+            want = max(r.total_bytes for r in rows)
+            assert found[mode, i] == pytest.approx(want, rel=1e-9), (str(x.layout(i)), name)
+
+
+def test_the_fullest_stage_may_be_an_inner_one() -> None:
+    """Small dense layers in front: the third of 32 stages holds more experts than the first, as many layers, and more
+    in flight than the last."""
+    spec = read_model("deepseek-v3")
+    layout, work = Layout(pp=32, dp=32, ep=8, cp=2, zero=1, schedule="zb-h1"), Train(seq=4096, global_batch=15360)
+    cluster = parse_cluster("256x8xH100-SXM@ib-400g")
+    few = train_memory(spec, layout, cluster, work, few=True)
+    every = train_memory(spec, layout, cluster, work)
+    assert few.worst.total_bytes == every.worst.total_bytes
+    assert every.worst.coordinate.pp == 2
