@@ -34,6 +34,8 @@ CONSTANTS = ROOT / "src" / "meshwright" / "plan" / "constants" / "training_time.
 Array = Any
 #: Log error from which a row's pull no longer grows.
 SOFT = 0.15
+#: Width for devices that no row is of (a choice, not a fit).
+ELSEWHERE = 0.5
 #: Weight of the priors beside the rows.
 HOLD = 0.35
 HOST = [Work._fields.index(name) for name in ("kernels", "mixtures")]
@@ -255,11 +257,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     models = left_out(k, model_of, c)
     print(table("layouts left out (10 folds)", k, left_out(k, folds(k), c)))
     print(table("models left out", k, models))
-    inside = np.array([case.placement.layout.world <= case.cluster.devices_per_node for case in cases])
-    widths = {
-        "calibrated": np.quantile(np.abs(models[inside]), 0.8),
-        "modelled": np.quantile(np.abs(models[~inside]), 0.8),
-    }
+    size, mixture = np.abs(models), np.array([case.placement.spec.moe is not None for case in cases])
+    widths = {"dense": np.quantile(size[~mixture], 0.8), "mixture": np.quantile(size[mixture], 0.8)}
+    widths["elsewhere"] = ELSEWHERE
     print("absolute log errors that 80 % of left-out models keep:", {k: round(float(v), 3) for k, v in widths.items()})
     if options.write:
         write(c, widths)

@@ -34,10 +34,11 @@ def truth_folder(stated: str | None) -> Path:
 
 def collect(truth: Path) -> list[ScoreRow]:
     """Rows of every scorer; a scorer whose file is missing gives none."""
-    from bench import score_serving_latency, score_serving_memory, score_training_memory
+    from bench import score_serving_latency, score_serving_memory, score_training_memory, score_training_time
 
     scorers: tuple[Callable[[Path], list[ScoreRow]], ...] = (
         score_training_memory.rows,
+        score_training_time.rows,
         score_serving_memory.rows,
         score_serving_latency.rows_with_peer,
         score_serving_latency.throughput_rows,
@@ -119,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-held-out", action="store_true", help="skip the refits on parts of the rows")
     options = parser.parse_args(argv)
     sys.path.insert(0, str(ROOT))
-    from bench import score_serving_latency, score_serving_memory
+    from bench import score_serving_latency, score_serving_memory, score_training_time
     from bench.fit_training_memory import held_out
     from bench.scoring import summarize
 
@@ -149,6 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, kinds in splits.items():
         for kind, s in kinds.items():
             print(f"{name[:34]:34} {kind:24} {s.answered:5d} {errors(s)}")
+    if (truth / FILES[0]).is_file():
+        print("\n" + "\n".join(score_training_time.chosen(truth)))
+        if not options.no_held_out:
+            print("\n" + "\n".join(score_training_time.held_out(truth)))
     if (truth / score_serving_latency.FILE).is_file():
         print("\n" + "\n".join(score_serving_latency.by_system(truth, rows)))
         if not options.no_held_out:

@@ -1,11 +1,18 @@
-"""Lower bound of an optimizer step from the counted ledger; see ``plan.cost`` for what it is and is not."""
+"""Lower bound of an optimizer step from the counted ledger; see ``plan.cost`` for what it is and is not.
+
+``train_cost`` adds the time that ``training_time`` predicts, made when it is first asked for: layouts are compared by
+the bound, and what is shown is timed.
+"""
 
 from __future__ import annotations
 
 from meshwright.moves.pipeline import FOLDED, schedule, simulate
 from meshwright.plan.cost import Links, Tally, tally
-from meshwright.plan.plan import Cost
+from meshwright.plan.plan import Cost, Prediction
+from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.training_step import microbatches, training_ops
+from meshwright.plan.training_time import TrainingTime, training_time
+from meshwright.plan.training_time_work import is_data_parallel as is_data_parallel
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.placement import Placement
@@ -39,11 +46,6 @@ def bubble(layout: Layout, micro_batches: int) -> float:
     return (p - 1) / (bubble_parts(layout, micro_batches)[0] + p - 1)
 
 
-def is_data_parallel(group: str | None) -> bool:
-    """Whether a collective is of gradients or parameters rather than of activations."""
-    return group is not None and group.split("_")[0] in {"dp", "dp+cp", "edp"}
-
-
 def step_tallies(placement: Placement, cluster: Cluster, work: Train) -> dict[str, tuple[Tally, Tally]]:
     """By rank class: sums of what runs in the step proper, and of the data-parallel collectives."""
     out = {}
@@ -59,9 +61,9 @@ def step_tallies(placement: Placement, cluster: Cluster, work: Train) -> dict[st
     return out
 
 
-def train_cost(placement: Placement, cluster: Cluster, work: Train) -> Cost:
+def train_cost(placement: Placement, cluster: Cluster, work: Train, engine: TrainEngine | None = None) -> Cost:
     """Lower bound of a step: the slowest rank's work stretched by the bubble, and the data-parallel collectives that
-    the backward cannot hide."""
+    the backward cannot hide; beside it the prediction for ``engine``'s kernels (plain PyTorch without one)."""
     layout = placement.layout
     idle = bubble(layout, microbatches(layout, work))
     step_s, worst, shown = 0.0, Tally(), 0.0
@@ -70,6 +72,10 @@ def train_cost(placement: Placement, cluster: Cluster, work: Train) -> Cost:
         seconds = step.seconds / (1.0 - idle) + exposed
         if seconds >= step_s:
             step_s, worst, shown = seconds, step.plus(data), step.wire_s + exposed
+
+    def predict() -> TrainingTime:
+        return training_time(placement, cluster, work, engine)
+
     return Cost(
         bytes_read=worst.bytes_moved,
         flops=worst.flops,
@@ -80,4 +86,5 @@ def train_cost(placement: Placement, cluster: Cluster, work: Train) -> Cost:
         tokens_per_s=work.global_batch * work.seq / step_s if step_s else 0.0,
         wire_share=shown / step_s if step_s else 0.0,
         bubble=idle,
+        step_later=Prediction(predict),
     )

@@ -24,7 +24,7 @@ from math import exp
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.moves.pipeline import FOLDED, schedule, simulate
+from meshwright.moves.pipeline import FOLDED, Action, refusal, schedule, simulate
 from meshwright.plan.timing.compute import peak_flops, unit_dtype
 from meshwright.plan.timing.estimate import Seconds, Word, spread
 from meshwright.plan.train_engine import TrainEngine
@@ -258,6 +258,32 @@ def pipeline_seconds(layout: Layout, m: int, stages: Sequence[tuple[float, float
     return m * slowest + others / layout.virtual
 
 
+#: Actions of a table that is simulated for stages of unequal length.
+MAX_SIMULATED = 12_000
+
+
+def simulated_seconds(layout: Layout, m: int, stages: Sequence[tuple[float, float]]) -> float:
+    """The same by running the table of the schedule, for stages that are not equally long.
+
+    Some rounds are simulated; in the steady state every further micro-batch adds the work of the slowest stage. Equal
+    stages, stages that were not all timed, and tables that are too large take ``pipeline_seconds``.
+    """
+    both, p, v = [f + b for f, b in stages], layout.pp, layout.virtual
+    name = "interleaved" if v > 1 and layout.schedule == "1f1b" else layout.schedule
+    few = min(m, 4 * p) if m % p == 0 else m
+    equal = max(both) - min(both) <= 1e-9 * max(both)
+    large = 2 * p * v * few > MAX_SIMULATED
+    if equal or large or len(stages) != p or name in {"zb-h1", *FOLDED} or refusal(name, p, few, v):
+        return pipeline_seconds(layout, m, stages)
+    table = schedule(name, p, few, v)
+
+    def seconds_of(action: Action) -> float:
+        forward, backward = stages[action.chunk % p]
+        return (forward if action.kind == "F" else backward) / v
+
+    return simulate(table, seconds_of=seconds_of).makespan + (m - few) * max(both)
+
+
 def data_exposed(stage: StageTime, m: int, overlap: bool, contention: float) -> float:
     """Seconds of gradient and parameter collectives that the compute does not hide, and what they slow down."""
     d = stage.data
@@ -278,7 +304,7 @@ def step_parts(work: StepWork, layout: Layout, r: Rates, software: Software) -> 
     stages = [stage_time(rank, r, software.recomputed) for rank in distinct(work.ranks)]
     m = work.microbatches
     slowest = max(stages, key=lambda s: s.both)
-    whole = pipeline_seconds(layout, m, [(s.forward, s.backward) for s in stages])
+    whole = simulated_seconds(layout, m, [(s.forward, s.backward) for s in stages])
     data = max(data_exposed(s, m, software.overlap, r.contention) for s in stages)
     parts = {name: m * seconds for name, seconds in slowest.parts.items()}
     parts["bubble"] = whole - m * slowest.both
@@ -287,12 +313,22 @@ def step_parts(work: StepWork, layout: Layout, r: Rates, software: Software) -> 
     return {name: parts[name] for name in PARTS}
 
 
+def fitted(device: Device) -> bool:
+    """Whether constants were fitted on devices of this generation (A100, H100, B200 and their kin)."""
+    return device.vendor == "nvidia" and device.capability.partition(".")[0] in {"8", "9", "10"}
+
+
 def word_of(cluster: Cluster, software: Software, placement: Placement) -> Word:
     """``calibrated`` on NVIDIA generations of the fit inside one node or domain, ``modelled`` elsewhere."""
-    capability = cluster.device.capability.partition(".")[0]
-    known = cluster.device.vendor == "nvidia" and capability in {"8", "9", "10"}
     inside = placement.layout.world <= cluster.devices_per_node
-    return "calibrated" if known and inside and software.compute != "fp4" else "modelled"
+    return "calibrated" if fitted(cluster.device) and inside and software.compute != "fp4" else "modelled"
+
+
+def width_of(cluster: Cluster, placement: Placement) -> str:
+    """Which interval holds: that of left-out dense models, of left-out mixtures of experts, or of other devices."""
+    if not fitted(cluster.device):
+        return "elsewhere"
+    return "dense" if placement.spec.moe is None else "mixture"
 
 
 def training_time(
@@ -324,7 +360,7 @@ def timed(work: StepWork, placement: Placement, cluster: Cluster, software: Soft
     flops = work.useful_flops / seconds / work.devices if seconds else 0.0
     rate = work.tokens / seconds if seconds else 0.0
     return TrainingTime(
-        step=spread(seconds, data_file()["width_log"][word], word),
+        step=spread(seconds, data_file()["width_log"][width_of(cluster, placement)], word),
         tokens_per_s=rate,
         tokens_per_s_device=rate / work.devices,
         flops_s_device=flops,

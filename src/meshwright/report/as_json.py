@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.plan.memory import RankMemory, ServeMemory
 from meshwright.plan.plan import Candidate, Cost, Plan
@@ -13,6 +13,9 @@ from meshwright.plan.spread import rank_rows
 from meshwright.specs.layout import Layout, product
 from meshwright.specs.placement import Coordinate
 from meshwright.specs.rules import Rule
+
+if TYPE_CHECKING:
+    from meshwright.plan.training_time import TrainingTime
 
 #: Above this many ranks ``memory.ranks`` lists one row a class of equal ranks instead of one a rank.
 MAX_RANK_ROWS = 4096
@@ -97,8 +100,13 @@ def memory_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 
 
 def cost_json(cost: Cost) -> dict[str, Any]:
-    """Counts and lower bounds; ``predicted``: means with their intervals, percentiles and parts in seconds."""
-    out: dict[str, Any] = {f.name: getattr(cost, f.name) for f in fields(cost) if f.name != "later"}
+    """Counts and lower bounds; ``predicted``: means with their intervals, percentiles and parts in seconds.
+
+    ``predicted_step``: an optimizer step (training), with rates, exposed communication and parts.
+    """
+    made = {"later", "step_later"}
+    out: dict[str, Any] = {f.name: getattr(cost, f.name) for f in fields(cost) if f.name not in made}
+    out["predicted_step"] = step_json(cost.predicted_step)
     time = cost.predicted
     out["predicted"] = time and {
         "ttft_s": finite(time.ttft.json()),
@@ -113,6 +121,20 @@ def cost_json(cost: Cost) -> dict[str, Any]:
         "tpot_parts_s": finite(dict(time.tpot_parts)),
     }
     return out
+
+
+def step_json(time: TrainingTime | None) -> dict[str, Any] | None:
+    """A predicted optimizer step: seconds, tokens a second, model FLOP/s, exposed communication, bubble, parts."""
+    return time and {
+        "step_s": time.step.json(),
+        "tokens_per_s": time.tokens_per_s,
+        "tokens_per_s_device": time.tokens_per_s_device,
+        "flops_s_device": time.flops_s_device,
+        "mfu": time.mfu,
+        "exposed_s": time.exposed_s,
+        "bubble": time.bubble,
+        "parts_s": dict(time.parts),
+    }
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:

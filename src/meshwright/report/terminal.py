@@ -20,6 +20,7 @@ from meshwright.specs.units import GIB, binary, gib
 
 if TYPE_CHECKING:
     from meshwright.plan.strategies import StrategyRow
+    from meshwright.plan.training_time import TrainingTime
 
 #: Rows of the memory table; the rest is summarised in a line.
 MAX_ROWS = 12
@@ -119,6 +120,36 @@ def speed_line(time: ServingTime) -> str:
     return f"{sure.get(time.tpot.word, time.tpot.word)}; {many} together on a replica; ms of a token: {parts}"
 
 
+def step_table(time: TrainingTime) -> Table:
+    """The predicted optimizer step with its interval, and the rates that follow from it."""
+    step, made = time.step, table("Predicted", "mean", "80 % interval", title="Speed")
+    low, high = step.value / step.high, step.value / step.low
+    made.add_row("step s", _short(step.value), f"{_short(step.low)} to {_short(step.high)}")
+    rates = (
+        ("tokens/s", time.tokens_per_s),
+        ("tokens/s/GPU", time.tokens_per_s_device),
+        ("model TFLOP/s/GPU", time.flops_s_device / 1e12),
+        ("MFU %", 100 * time.mfu),
+    )
+    for name, rate in rates:
+        made.add_row(name, _short(rate), f"{_short(rate * low)} to {_short(rate * high)}")
+    return made
+
+
+def step_line(time: TrainingTime) -> str:
+    """How sure the step is, what stands idle, and what it is made of."""
+    sure = {
+        "calibrated": "calibrated on measured steps of this device generation",
+        "modelled": "modelled: the layout spans nodes, or its devices or element type lie outside the measured steps",
+    }
+    whole = time.step.value
+    parts = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in time.parts if seconds > 0.005 * whole)
+    return (
+        f"{sure.get(time.step.word, time.step.word)}; bubble {time.bubble:.1%}, exposed communication "
+        f"{_short(time.exposed_s)} s ({time.exposed_s / whole:.0%}); of the step: {parts}"
+    )
+
+
 def _alternatives(rows: Iterable[Alternative], kind: str) -> Table:
     made = table("Other layouts that work", "worst rank", "left", "compared")
     made.columns[3].justify = "left"
@@ -153,6 +184,10 @@ def show_plan(plan: Plan, out: Console | None = None, *, title: str = "") -> Non
             out.print()
             out.print(speed_table(plan.chosen.cost.predicted))
             out.print(escape(speed_line(plan.chosen.cost.predicted)))
+        if plan.chosen.cost.predicted_step is not None:
+            out.print()
+            out.print(step_table(plan.chosen.cost.predicted_step))
+            out.print(escape(step_line(plan.chosen.cost.predicted_step)))
     if plan.reasons:
         out.print("\n[bold]Why[/bold]")
         for reason in plan.reasons:
