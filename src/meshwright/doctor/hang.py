@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from meshwright.doctor import hang_calls, hang_counters, hang_facts, hang_stall
+from meshwright.doctor import hang_calls, hang_counters, hang_facts, hang_stacks, hang_stall
 from meshwright.doctor.advice import ADVICE
 from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.hang_splits import odd_splits
@@ -33,6 +33,8 @@ def diagnose(incident: Incident) -> list[Finding]:
     told = hang_facts.reported(incident)
     if not found or all(f.kind in {"unknown", "all_arrived"} for f in found):
         found = [*told, *hang_counters.counters(incident), *found] if told or incident.facts else found
+        if not incident.traces and all(f.kind == "unknown" for f in found):
+            found = [*hang_stacks.elsewhere(incident), *found]
     found = _with_deaths(view, found, dead) if dead else [hang_facts.vanished(incident, f) for f in found]
     environment = hang_facts.environments(incident)
     if any(f.kind == "all_arrived" for f in found[:1]) and environment:

@@ -51,11 +51,19 @@ def deaths(incident: Incident) -> list[Finding]:
     if len(first) > 1:
         first.pop(None, None)
     facts = sorted(first.values(), key=lambda f: (time_of(f), -1 if f.rank is None else f.rank))
+    facts = facts or _ended_first(incident)
     if not facts:
         return []
     cause = facts[0]
     together = [f for f in facts if f.rank is not None and _same_moment(cause, f)]
     return [_death(cause, together or [cause], incident, facts)]
+
+
+def _ended_first(incident: Incident) -> list[Fact]:
+    """The process that the launcher saw end first, without its error, unless its errors follow from others'."""
+    echoing = {f.rank for f in incident.facts if follows(f)}
+    ended = [f for f in incident.facts if f.kind == "exited" and f.data.get("first_observed")]
+    return [f for f in ended if f.rank is not None and f.rank not in echoing][:1]
 
 
 def _same_moment(a: Fact, b: Fact) -> bool:
@@ -66,9 +74,13 @@ def _same_moment(a: Fact, b: Fact) -> bool:
 
 def _death(cause: Fact, together: Sequence[Fact], incident: Incident, facts: Sequence[Fact]) -> Finding:
     ranks = tuple(sorted({f.rank for f in together if f.rank is not None}))
-    how = {"oom": "ran out of memory", "killed": "was killed", "exception": "raised", "xid": "lost its device"}[
-        cause.kind
-    ]
+    how = {
+        "oom": "ran out of memory",
+        "killed": "was killed",
+        "exception": "raised",
+        "xid": "lost its device",
+        "exited": "ended",
+    }[cause.kind]
     signal = cause.data.get("signal")
     if cause.kind == "killed" and isinstance(signal, str):
         how = f"was killed by {signal}"
@@ -78,6 +90,8 @@ def _death(cause: Fact, together: Sequence[Fact], incident: Incident, facts: Seq
     unknown = () if ranks else ("which rank the process was; keep one log a rank, or torchrun's --log-dir",)
     everyone = set(incident.traces) | {f.rank for f in incident.facts if f.rank is not None}
     sure = cause.at is not None or len(facts) == len(together)
+    if cause.kind == "exited":
+        unknown, sure = (*unknown, "the error with which it ended: none of its lines are here"), False
     confidence = "low" if not ranks else "medium" if weak(cause) or not sure else "high"
     return Finding(
         "dead_rank",

@@ -60,6 +60,9 @@ def roots(view: View, explained: frozenset[int]) -> list[Finding]:
         if kind == "device_stuck" and few and not any(c.completed_by for c in stall.pending[rank]):
             kind, confidence = "unknown", "low"
             unknown.append("no majority is ahead: whether those that wait went one call too far is not recorded")
+        if kind == "host_stuck" and len(waiters) < len(own):
+            confidence = "low"
+            unknown.append(f"most are behind: {ranks_text(waiters)} may rather have gone a call too far")
         sorted_out.setdefault((kind, confidence), []).append((rank, evidence, unknown))
     for (kind, confidence), rows in sorted_out.items():
         out.append(_root_finding(view, kind, confidence, rows))
@@ -123,7 +126,12 @@ def _judge(view: View, rank: int) -> tuple[str, str, list[str], list[str]]:
     if fact is not None:
         evidence.append(f"stack of rank {rank}: {fact.text} ({fact.source})")
     done = [c for c in own if c.completed_by]
-    if done:
+    if trace.recorder == "ledger" and own and not any(c.absent for c in own):
+        # Ends are written every half second, and there is no device: a call that all entered is over.
+        evidence.append(f"all members entered {call_name(view, own[0])}; the records of rank {rank} end there")
+        unknown.append(f"whether rank {rank} ended or stands still: its exit code, or a stack")
+        return "host_stuck", "medium", evidence, unknown
+    if done and trace.recorder != "ledger":
         evidence.append(
             f"{len(done)} calls that rank {rank} still waits for completed on other ranks, the first "
             f"{call_name(view, done[0])}: its device no longer finishes work"

@@ -184,10 +184,12 @@ class Incident:
         groups, signatures, stacks: tables that the columns of the traces point into.
         lacks: what the folder does not hold or could not be read, one line each, for people.
         world: number of ranks of the job, None while unknown.
+        spare: rows of a second recorder by global rank, until ``settle``.
     """
 
     def __init__(self) -> None:
         self.traces: dict[int, Trace] = {}
+        self.spare: dict[int, Trace] = {}
         self.facts: list[Fact] = []
         self.groups: Table[Group] = Table()
         self.signatures: Table[Signature] = Table()
@@ -219,9 +221,32 @@ class Incident:
         if held is None:
             self.traces[trace.rank] = trace
             return
+        if held.recorder != trace.recorder:
+            self.spare.setdefault(trace.rank, trace)
+            return
         later, earlier = (trace, held) if _reach(trace) > _reach(held) else (held, trace)
         self.traces[trace.rank] = later
         self.lack(f"rank {trace.rank} has two dumps; {later.source} counts, {earlier.source} ends earlier")
+
+    def settle(self) -> None:
+        """Keep the rows of one recorder: two number calls and groups differently, and cannot be held together.
+
+        The one with more ranks counts; of equals our own, which knows hand-offs on every back end.
+        """
+        by: dict[str, dict[int, Trace]] = {}
+        for trace in (*self.traces.values(), *self.spare.values()):
+            by.setdefault(trace.recorder, {})[trace.rank] = trace
+        self.spare = {}
+        if len(by) < 2:
+            return
+        chosen = max(by, key=lambda name: (len(by[name]), name == "ledger"))
+        self.traces = by.pop(chosen)
+        for name, others in by.items():
+            words = {"ledger": "ledgers", "flight_recorder": "Flight Recorder dumps"}
+            self.lack(
+                f"{words.get(name, name)} of {len(others)} ranks are left out beside {words.get(chosen, chosen)} of "
+                f"{len(self.traces)}: the two count calls differently"
+            )
 
     def lack(self, text: str) -> None:
         """Note what is missing or unreadable, once."""

@@ -43,6 +43,8 @@ CONSEQUENCES = (
     "ActorDiedError",
     "EngineDeadError",
     "BrokenProcessPool",
+    "ProcessExitedException",
+    "ProcessRaisedException",
 )
 
 

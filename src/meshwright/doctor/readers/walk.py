@@ -91,6 +91,7 @@ class Walk:
         if self._spool is not None:
             self._spool.close()
         self._logs.finish()
+        self._incident.settle()
         resolve(self._incident, self._logs.files)
         self._say_unknown()
 
