@@ -286,7 +286,9 @@ def step_time(plan: Plan) -> TrainingTime:
         raise InputError("the layout is illegal, so there is no step to time")
     work = plan.chosen.workload or plan.workload
     assert isinstance(work, Train)
-    return training_time(plan.chosen.placement, plan.cluster, work, train_engine(plan))
+    return plan.chosen.cost.predicted_step or training_time(
+        plan.chosen.placement, plan.cluster, work, train_engine(plan)
+    )
 
 
 def train_engine(plan: Plan) -> TrainEngine:
@@ -308,7 +310,7 @@ def timelines(plan: Plan, prefill: Plan | None = None) -> list[Timeline]:
     from meshwright.plan.timeline import serving_timeline
 
     if plan.chosen is None or (prefill is not None and prefill.chosen is None):
-        raise InputError("the layout is illegal, so there is nothing to time")
+        raise InputError("the layout is illegal, so there is no timeline")
     work = plan.chosen.workload or plan.workload
     if isinstance(work, Train):
         from meshwright.plan.timeline_train import training_timeline

@@ -9,15 +9,26 @@ from dataclasses import replace
 import pytest
 
 from meshwright import Serve, Train, fill_ledger, plan_serve, plan_train
-from meshwright.api import plan_pools, step_time
+from meshwright.api import plan_pools, step_time, timelines, train_engine
+from meshwright.ledger.schema import Ledger
 from meshwright.plan.plan import Alternative, Plan, Reason
 from meshwright.report.page import render
 from meshwright.report.page_parts import duration, script, stacked
+from meshwright.report.page_times import Times
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
 WORK = Serve(isl=2000, osl=200, concurrency=16)
 SERVED = plan_serve("llama-3.1-70b", "2x4xA100-80G@ib-200g", WORK, layout="tp=4,pp=2")
 TRAINED = plan_train("llama-3.1-8b", "2x8xH100-SXM@ib-400g", Train(global_batch=64), layout="tp=2,pp=4,dp=2")
+
+
+def page_of(plan: Plan, ledger: Ledger | None = None, prefill: Plan | None = None) -> str:
+    """The page with everything that can be timed."""
+    times = None
+    if plan.chosen is not None:
+        known = (step_time(plan), train_engine(plan)) if plan.kind == "train" else ()
+        times = Times(timelines(plan, prefill), *known)
+    return render(plan, ledger, times, prefill)
 
 
 def own(page: str) -> str:
@@ -38,7 +49,7 @@ def headings(page: str) -> list[str]:
 
 
 def test_a_serving_page_has_every_picture() -> None:
-    page = render(SERVED, fill_ledger(SERVED))
+    page = page_of(SERVED, fill_ledger(SERVED))
     wanted = ["Layouts compared", "Where the time goes", "One layer, op by op", "Pipeline: two rounds of decoding"]
     assert [h for h in headings(page) if h in wanted] == wanted
     assert {"pareto", "layer-prefill-0", "layer-decode-0", "pipeline", "memory-"} <= set(charts(page))
@@ -46,7 +57,7 @@ def test_a_serving_page_has_every_picture() -> None:
 
 
 def test_a_training_page_has_every_picture() -> None:
-    page = render(TRAINED, fill_ledger(TRAINED))
+    page = page_of(TRAINED, fill_ledger(TRAINED))
     assert {"pareto", "layer-forward-0", "layer-backward-0", "pipeline", "memory-"} == set(charts(page))
     assert "Pipeline: 1f1b, one step" in headings(page)
     for name, seconds in step_time(TRAINED).parts:
@@ -68,7 +79,7 @@ def test_a_training_page_has_every_picture() -> None:
 )
 def test_a_refused_plan_has_a_page(plan: Plan) -> None:
     assert not plan.ok
-    page = render(plan, None)
+    page = page_of(plan, None)
     assert 'class="verdict no"' in page
     assert (plan.chosen is None) == ("plotly" not in page)
     assert "nan" not in own(page).lower().replace("nant", "")
@@ -76,7 +87,7 @@ def test_a_refused_plan_has_a_page(plan: Plan) -> None:
 
 def test_two_pools_are_both_on_the_page() -> None:
     first, second = plan_pools("llama-3.1-8b", "2x8xH100-SXM", WORK, prefill="tp=2", decode="tp=4")
-    page = render(second, None, first)
+    page = page_of(second, None, first)
     assert "prefill pool: Memory of every rank" in headings(page)
     assert "decode pool: Memory of every rank" in headings(page)
     assert {"memory-prefill", "memory-decode"} <= set(charts(page))
@@ -95,7 +106,7 @@ def test_what_a_user_wrote_is_escaped_everywhere(plan: Plan) -> None:
         notes=(EVIL,),
         alternatives=(other,),
     )
-    page = own(render(hostile, None))
+    page = own(page_of(hostile, None))
     assert "<img src=x" not in page
     assert "<script>alert" not in page
     assert page.count("&lt;img src=x") >= 6
@@ -107,14 +118,14 @@ def test_what_a_user_wrote_is_escaped_everywhere(plan: Plan) -> None:
 
 @pytest.mark.parametrize("plan", [SERVED, TRAINED], ids=["serve", "train"])
 def test_the_page_opens_offline(plan: Plan) -> None:
-    page = own(render(plan, fill_ledger(plan)))
+    page = own(page_of(plan, fill_ledger(plan)))
     assert re.search(r"""(?:src|href|action)\s*=|url\(|@import|https?:""", page) is None
     assert page.count("<html") == 1
     assert page.count('name="viewport"') == 1
 
 
 def test_plotly_is_there_once_and_the_rest_is_small() -> None:
-    page = render(SERVED, fill_ledger(SERVED))
+    page = page_of(SERVED, fill_ledger(SERVED))
     assert page.count(script()) == 1
     assert len(own(page)) < 700_000
 
@@ -123,7 +134,7 @@ def test_a_large_cluster_stays_small() -> None:
     work = Train(seq=8192, global_batch=2048)
     layout = "tp=8,pp=16,dp=16,schedule=interleaved,virtual=7,zero=1"
     plan = plan_train("llama-3.1-405b", "256x8xH100-SXM@ib-400g", work, layout=layout)
-    page = render(plan, None)
+    page = page_of(plan, None)
     marks = sum(len(trace.get("x") or ()) for traces in charts(page).values() for trace in traces)  # type: ignore[arg-type]
     assert 200 < marks < 6000
     assert len(own(page)) < 1_500_000

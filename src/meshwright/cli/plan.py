@@ -14,6 +14,7 @@ from meshwright.errors import IllegalLayoutError, InputError
 
 if TYPE_CHECKING:
     from meshwright.plan.plan import Plan
+    from meshwright.report.page_times import Times
 
 plan_app = typer.Typer(
     help="Which layout, what does it hold, what do I type. Needs no GPU and no torch.",
@@ -81,11 +82,12 @@ def _emit(result: Plan, out: _Output, prefill: Plan | None = None) -> None:
     if out.html is not None:
         from meshwright.report.page import write_page
 
-        write_page(result, ledger, out.html, prefill=prefill)
+        write_page(result, ledger, out.html, _times(result, prefill), prefill)
     if out.perfetto is not None:
+        from meshwright.api import timelines
         from meshwright.report.trace import write_trace
 
-        write_trace(result, prefill, out.perfetto)
+        write_trace(result, timelines(result, prefill), out.perfetto, pools=prefill is not None)
     result, written = with_emission(result, prefill, out)
     if out.as_json:
         _emit_json(result, ledger if out.ledger else None, rows, prefill)
@@ -104,6 +106,18 @@ def _emit(result: Plan, out: _Output, prefill: Plan | None = None) -> None:
             if path is not None:
                 typer.echo(f"{flag}: {path}")
     raise typer.Exit(0 if result.ok and (prefill is None or prefill.ok) else 1)
+
+
+def _times(result: Plan, prefill: Plan | None) -> Times | None:
+    """What the pictures of the page are drawn from; None where a layout is illegal."""
+    from meshwright.api import step_time, timelines, train_engine
+    from meshwright.report.page_times import Times
+
+    if result.chosen is None or (prefill is not None and prefill.chosen is None):
+        return None
+    if result.kind == "serve":
+        return Times(timelines(result, prefill))
+    return Times(timelines(result), step_time(result), train_engine(result))
 
 
 def with_emission(result: Plan, prefill: Plan | None, out: _Output) -> tuple[Plan, list[Path]]:

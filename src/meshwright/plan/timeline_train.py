@@ -237,17 +237,21 @@ class _Timer:
 
 
 def lay_out(entries: Sequence[Entry], timer: _Timer) -> Laid:
-    """Entries of one action one after the other, gathers and sums of parameters beside them (see the module)."""
+    """Entries of one action one after the other, gathers and sums of parameters beside them (see the module).
+
+    A receive is the send of its peer and takes no time of its own."""
     compute = wire = ready = layer_start = before = 0.0
     layer: int | None = -1
     pieces: list[Piece] = []
     hand_off = None
     for entry in entries:
+        if entry.op == "recv":
+            continue
         lasts = timer.seconds(entry)
         if entry.layer != layer:
             layer, before, layer_start = entry.layer, layer_start, max(compute, ready)
-        if entry.op in {"send", "recv"} and entry.group == "pp":
-            hand_off = Piece(entry, 0.0, lasts) if entry.op == "send" else hand_off
+        if entry.op == "send" and entry.group == "pp":
+            hand_off = Piece(entry, 0.0, lasts)
         elif is_data_parallel(entry.group):
             start = max(wire, before if entry.op == "all_gather" else compute)
             wire = start + lasts

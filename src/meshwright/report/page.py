@@ -12,6 +12,7 @@ from meshwright.report import page_pareto, page_schedule, page_times
 from meshwright.report.page_memory import memory
 from meshwright.report.page_parts import STYLE as STYLE
 from meshwright.report.page_parts import listing, script, table
+from meshwright.report.page_times import Times
 from meshwright.report.tables import ledger_rows
 from meshwright.specs.layout import product
 from meshwright.specs.units import gib
@@ -41,28 +42,28 @@ def _commands(plan: Plan) -> str:
     return f"<h2>What to type ({escape(plan.engine)})</h2>{''.join(blocks)}" if blocks else ""
 
 
-def _pictures(plan: Plan, prefill: Plan | None) -> str:
+def _pictures(plan: Plan, times: Times, prefill: Plan | None) -> str:
     """Layouts compared, parts of the times, one layer, the pipeline."""
-    from meshwright import api
-
-    if plan.chosen is None:
-        return ""
-    if plan.kind == "train":
-        step = api.step_time(plan)
-        compared = page_pareto.pareto(plan, page_pareto.training_points(plan, api.train_engine(plan)))
-        parts = page_times.training_parts(step)
-    else:
+    compared = parts = ""
+    if times.step is not None and times.engine is not None:
+        compared = page_pareto.pareto(plan, page_pareto.training_points(plan, times.engine))
+        parts = page_times.training_parts(times.step)
+    elif plan.chosen is not None and plan.chosen.cost.predicted is not None:
+        parts = page_times.serving_parts(plan.chosen.cost.predicted)
+    if plan.kind == "serve" and prefill is None:
         compared = page_pareto.pareto(plan, page_pareto.serving_curves(plan))
-        predicted = plan.chosen.cost.predicted
-        parts = page_times.serving_parts(predicted) if predicted is not None else ""
-    timelines = api.timelines(plan, prefill)
-    return "".join((compared, parts, page_times.layers(plan, timelines), page_schedule.pipeline(plan, timelines)))
+    layers = page_times.layers(plan, times.timelines)
+    return "".join((compared, parts, layers, page_schedule.pipeline(plan, times.timelines)))
 
 
-def render(plan: Plan, ledger: Ledger | None, prefill: Plan | None = None) -> str:
-    """The page as text; ``prefill``: plan of a prefill pool, of which ``plan`` is the decode pool."""
-    if prefill is not None and prefill.chosen is None:
-        prefill = None
+def render(plan: Plan, ledger: Ledger | None, times: Times | None = None, prefill: Plan | None = None) -> str:
+    """The page as text.
+
+    Args:
+        plan, ledger: what is shown.
+        times: what was timed; without it there are no pictures but those of memory.
+        prefill: plan of a prefill pool, of which ``plan`` is the decode pool.
+    """
     parts = [
         f"<h1>{escape(plan.spec.name)} on {escape(str(plan.cluster))}</h1>",
         f'<p class="sub">{escape(plan.engine)}; {plan.spec.parameters("decoder") / 1e9:,.2f} B parameters, '
@@ -70,7 +71,7 @@ def render(plan: Plan, ledger: Ledger | None, prefill: Plan | None = None) -> st
         f'<p class="verdict {"yes" if plan.ok else "no"}">{escape(plan.verdict)}</p>',
         listing("Rules", (f"{r.severity}: {r.message}; {r.way_out}" for r in plan.rules)),
         listing("Why", (r.text for r in plan.reasons)),
-        _pictures(plan, prefill),
+        _pictures(plan, times, prefill) if times is not None else "",
     ]
     if prefill is not None and prefill.chosen is not None:
         parts.append(memory(prefill, prefill.chosen, "prefill"))
@@ -91,14 +92,16 @@ def render(plan: Plan, ledger: Ledger | None, prefill: Plan | None = None) -> st
     )
 
 
-def write_page(plan: Plan, ledger: Ledger | None, path: Path, *, prefill: Plan | None = None) -> None:
-    """Write the page; folders on the way are made.
+def write_page(
+    plan: Plan, ledger: Ledger | None, path: Path, times: Times | None = None, prefill: Plan | None = None
+) -> None:
+    """Write the page (see ``render``); folders on the way are made.
 
     Raises:
         InputError: the path cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(plan, ledger, prefill), encoding="utf-8")
+        path.write_text(render(plan, ledger, times, prefill), encoding="utf-8")
     except OSError as error:
         raise InputError(f"--html {path}: {error.strerror or error}") from None

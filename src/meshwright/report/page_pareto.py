@@ -32,6 +32,10 @@ MAX_LAYOUTS = 8
 MAX_POINTS = 14
 COLOURS = ("#c2554d", "#3b6fb6", "#4aa37a", "#c98a2b", "#8a63b0", "#3aa6a6", "#7b5b45", "#5a6376", "#b06a94")
 
+#: Roles that share a colour and an entry of the legend.
+OTHER_COLOURS = {"searched": "#5a6376", "does not fit": "#a9afba"}
+LEGEND = {"searched": "others that nothing beats in both", "does not fit": "does not fit"}
+
 
 class Point(NamedTuple):
     """One layout at one load: ``x`` ms a token or GiB, ``y`` tokens a second and device, ``load`` requests in
@@ -43,7 +47,8 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A layout: its name, ``chosen``, ``runner-up`` or ``does not fit``, why it lost, its own point, its curve."""
+    """A layout: its name, its role (``chosen``, ``runner-up``, ``searched``: on the front of the whole search, ``does
+    not fit``), why it lost, its own point, its curve."""
 
     name: str
     role: str
@@ -77,14 +82,17 @@ def serving_curves(plan: Plan) -> list[Curve]:
         inside = round(predicted.running * candidate.layout.dp)
         own = Point(predicted.tpot.value * 1e3, predicted.tokens_per_s.value / world, inside)
         found.append(Curve(product(candidate.layout), role, why, own, tuple(points)))
-    for layout, placement, why in _unfit(plan):
-        asked = plan.workload.concurrency if isinstance(plan.workload, Serve) else None
-        trial = replace(plan.workload, concurrency=max(layout.dp, asked or 0), rate=None)  # type: ignore[call-arg]
-        assert isinstance(trial, Serve)
-        time = serving_time(placement, plan.cluster, trial, trial.concurrency or 1, settings)
-        own = Point(time.tpot.value * 1e3, time.tokens_per_s.value / layout.world, trial.concurrency or 1)
-        found.append(Curve(product(layout), "does not fit", why, own))
+    if isinstance(plan.workload, Serve):
+        found += _unfit_serving(plan, plan.workload, settings)
     return found
+
+
+def _unfit_serving(plan: Plan, work: Serve, settings: ServeSettings) -> Iterable[Curve]:
+    for layout, placement, why in _unfit(plan):
+        load = max(layout.dp, work.concurrency or 0)
+        time = serving_time(placement, plan.cluster, replace(work, concurrency=load, rate=None), load, settings)
+        own = Point(time.tpot.value * 1e3, time.tokens_per_s.value / layout.world, load)
+        yield Curve(product(layout), "does not fit", why, own)
 
 
 def training_points(plan: Plan, engine: TrainEngine) -> list[Curve]:
@@ -93,10 +101,11 @@ def training_points(plan: Plan, engine: TrainEngine) -> list[Curve]:
     for candidate, role, why in _candidates(plan):
         work = candidate.workload or plan.workload
         assert isinstance(work, Train)
-        time = training_time(candidate.placement, plan.cluster, work, engine)
+        time = candidate.cost.predicted_step or training_time(candidate.placement, plan.cluster, work, engine)
         role = role if candidate.fits else "does not fit"
         own = Point(candidate.memory.worst.total_bytes / GIB, time.tokens_per_s_device)
         found.append(Curve(product(candidate.layout), role, why, own))
+    found += _front(plan, engine, {c.name for c in found})
     for layout, placement, why in _unfit(plan):
         work = plan.workload
         assert isinstance(work, Train)
@@ -108,6 +117,26 @@ def training_points(plan: Plan, engine: TrainEngine) -> list[Curve]:
         own = Point(memory.worst.total_bytes / GIB, time.tokens_per_s_device)
         found.append(Curve(product(layout), "does not fit", why, own))
     return found
+
+
+def _front(plan: Plan, engine: TrainEngine, known: set[str]) -> Iterable[Curve]:
+    """Layouts on the front of the whole search, evenly taken, with their predicted steps."""
+    if plan.searched is None or plan.chosen is None or not isinstance(plan.workload, Train):
+        return
+    rows = [p for p in plan.searched.pareto if product(p.layout) not in known]
+    few = {round(i * (len(rows) - 1) / max(1, MAX_LAYOUTS - 1)) for i in range(MAX_LAYOUTS)} if rows else set()
+    for row in (rows[i] for i in sorted(few)):
+        work = replace(plan.workload, recompute=row.recompute)
+        try:
+            placed = place(
+                plan.spec, row.layout, plan.chosen.placement.profile, sections=plan.chosen.placement.sections
+            )
+            time = training_time(placed, plan.cluster, work, engine)
+        except (IllegalLayoutError, InputError):
+            continue
+        own = Point((plan.cluster.device.memory_bytes - row.free_bytes) / GIB, time.tokens_per_s_device)
+        why = f"loses {row.lost_s:,.3g} s of {row.lost_by}" if row.lost_by else ""
+        yield Curve(product(row.layout), "searched", why, own)
 
 
 def _candidates(plan: Plan) -> Iterable[tuple[Candidate, str, str]]:
@@ -155,24 +184,8 @@ def pareto(plan: Plan, curves: Sequence[Curve]) -> str:
             x=[p.x for p in best], y=[p.y for p in best], mode="lines", name="Pareto front", hoverinfo="skip",
             line={"color": "#c9cfda", "width": 9, "shape": "linear" if serve else "hv"},
         )  # fmt: skip
-    for number, curve in enumerate(curves):
-        unfit = curve.role == "does not fit"
-        colour = "#a9afba" if unfit else COLOURS[number % len(COLOURS)]
-        if curve.points:
-            figure.add_scatter(
-                x=[p.x for p in curve.points], y=[p.y for p in curve.points], mode="lines+markers",
-                legendgroup=curve.name, showlegend=False, line={"color": colour, "width": 1.5}, marker={"size": 5},
-                customdata=[_hover(plan, curve, p) for p in curve.points],
-                hovertemplate="%{customdata}<extra></extra>",
-            )  # fmt: skip
-        symbol = {"chosen": "star", "runner-up": "diamond"}.get(curve.role, "x")
-        figure.add_scatter(
-            x=[curve.own.x], y=[curve.own.y], mode="markers", legendgroup=curve.name,
-            name=escape(f"{curve.name}, {curve.role}"),
-            marker={"color": colour, "size": 17 if curve.role == "chosen" else 11, "symbol": symbol,
-                    "line": {"color": "#1d2330", "width": 1 if curve.role == "chosen" else 0}},
-            customdata=[_hover(plan, curve, curve.own)], hovertemplate="%{customdata}<extra></extra>",
-        )  # fmt: skip
+    for number, curve in reversed(list(enumerate(curves))):
+        _draw(figure, plan, curve, COLOURS[number % len(COLOURS)], curves)
     word = "time per output token, ms" if serve else "memory of the fullest rank, GiB"
     xs = [c.own.x for c in curves] + [p.x for p in fitting]
     log = max(xs) > 8 * min(xs)
@@ -189,6 +202,29 @@ def pareto(plan: Plan, curves: Sequence[Curve]) -> str:
         else "Every mark is a layout; left of the line it fits."
     )
     return f'<h2>Layouts compared</h2><p class="sub">{how}</p>{chart(figure, "pareto", 460)}'
+
+
+def _draw(figure: Any, plan: Plan, curve: Curve, colour: str, curves: Sequence[Curve]) -> None:
+    """The curve of a layout and its mark; layouts without a curve of their own share an entry of the legend."""
+    named = curve.role in {"chosen", "runner-up"}
+    colour = colour if named else OTHER_COLOURS[curve.role]
+    if curve.points:
+        figure.add_scatter(
+            x=[p.x for p in curve.points], y=[p.y for p in curve.points], mode="lines+markers",
+            legendgroup=curve.name, showlegend=False, line={"color": colour, "width": 1.5}, marker={"size": 5},
+            customdata=[_hover(plan, curve, p) for p in curve.points], hovertemplate="%{customdata}<extra></extra>",
+        )  # fmt: skip
+    chosen = curve.role == "chosen"
+    symbol = {"chosen": "star", "runner-up": "diamond", "searched": "circle"}.get(curve.role, "x")
+    last = [c for c in curves if c.role == curve.role][-1]
+    figure.add_scatter(
+        x=[curve.own.x], y=[curve.own.y], mode="markers", legendgroup=curve.name if named else curve.role,
+        name=escape(f"{curve.name}, {curve.role}" if named else LEGEND[curve.role]),
+        showlegend=named or curve is last, legendrank=1 if chosen else 1000 if named else 2000,
+        marker={"color": colour, "size": 17 if chosen else 10, "symbol": symbol,
+                "line": {"color": "#1d2330", "width": 1 if chosen else 0}},
+        customdata=[_hover(plan, curve, curve.own)], hovertemplate="%{customdata}<extra></extra>",
+    )  # fmt: skip
 
 
 def _limit(figure: Any, plan: Plan, log: bool) -> None:

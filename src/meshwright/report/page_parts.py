@@ -31,7 +31,7 @@ tbody tr:nth-child(even){background:#f6f7f9}.over{color:#b3261e;font-weight:600}
 .ranks{display:grid;grid-template-columns:repeat(auto-fill,minmax(205px,1fr));gap:.5rem}
 .rank{border-radius:6px;padding:.45rem .6rem;font-size:.78rem;line-height:1.35}.rank b{display:block}
 .chart{margin:.2rem 0;overflow-x:auto}
-.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(430px,100%),1fr));gap:.6rem 1rem}
+.pair{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(430px,100%),1fr));gap:.6rem 1rem}
 .pair>div{min-width:0}
 .stack{display:flex;height:26px;border-radius:5px;overflow:hidden;margin:.3rem 0}
 .stack span{display:block;min-width:1px}

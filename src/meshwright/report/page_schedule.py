@@ -26,7 +26,8 @@ KIND_COLOURS = {
     WORDS["I"]: "#4aa37a",
     WORDS["W"]: "#c98a2b",
     "pass": "#3b6fb6",
-    "once a step": "#8a63b0",
+    "gradients": "#c2554d",
+    "optimizer": "#8a63b0",
 }
 
 
@@ -41,7 +42,7 @@ class Bar(NamedTuple):
 
 
 def training_bars(timeline: Timeline) -> list[Bar]:
-    """The actions of every stage, and what comes once a step."""
+    """The actions of every stage, then what comes once a step: the rest of the gradient sums, the optimizer."""
     bars = []
     for track in timeline.tracks:
         actions = [e for e in track.entries if e.op == ACTION]
@@ -49,10 +50,13 @@ def training_bars(timeline: Timeline) -> list[Bar]:
             name = e.name or ""
             kind = next(word for word in (*WORDS.values(), "") if name.startswith(word))
             bars.append(Bar(track.stage, kind, name, (e.started_ns or 0) / 1e9, (e.ended_ns or 0) / 1e9))
-        behind = [e for e in track.entries if e.phase == "optimizer"]
-        if behind:
-            start, end = min(e.started_ns or 0 for e in behind), max(e.ended_ns or 0 for e in behind)
-            bars.append(Bar(track.stage, "once a step", "gradient norm, optimizer", start / 1e9, end / 1e9))
+        at = max((e.ended_ns or 0 for e in actions), default=0) / 1e9
+        for kind, phase in (("gradients", "backward"), ("optimizer", "optimizer")):
+            behind = [e for e in track.entries if e.phase == phase and e.microbatch is None]
+            start = max(at, min((e.started_ns or 0 for e in behind), default=0) / 1e9)
+            end = max((e.ended_ns or 0 for e in behind), default=0) / 1e9
+            if end > start:
+                bars.append(Bar(track.stage, kind, f"{kind}, once a step", start, end))
     return bars
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from meshwright.ledger.schema import Entry
@@ -13,6 +14,7 @@ from meshwright.plan.timeline import HOST, OVERHEAD, Timeline, Track
 from meshwright.plan.timeline_train import ACTION
 from meshwright.plan.timing.estimate import Seconds
 from meshwright.plan.train_cost import is_data_parallel
+from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.training_time import TrainingTime
 from meshwright.report.page_parts import COLOURS, chart, duration, stacked
 from meshwright.specs.units import binary, si
@@ -33,6 +35,20 @@ WIRES = {
     "tensor parallel": "#c2554d", "context parallel": "#d98880", "expert parallel": "#a93226",
     "hand-offs": "#e6a8a2", "data parallel": "#7b241c",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What of a plan was timed, for the pictures.
+
+    Attributes:
+        timelines: prefill and a round of decoding, or a step. step: its prediction (training).
+        engine: what memory and time of other layouts depend on (training).
+    """
+
+    timelines: Sequence[Timeline]
+    step: TrainingTime | None = None
+    engine: TrainEngine | None = None
 
 
 def _colour(part: str) -> str:

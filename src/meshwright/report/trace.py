@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,18 @@ from meshwright.errors import InputError
 from meshwright.ledger.perfetto import Process, trace
 from meshwright.ledger.schema import Entry
 from meshwright.plan.plan import Plan
-from meshwright.plan.timeline import Track
+from meshwright.plan.timeline import Timeline, Track
 
 
-def plan_trace(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
+def plan_trace(plan: Plan, timelines: Sequence[Timeline], *, pools: bool = False) -> dict[str, Any]:
     """The trace: a process for the first rank class of every stage, a thread for every stream.
 
-    A round of decoding begins where the prefill ends; the stages of two pools are processes of their own.
-
-    Raises:
-        InputError: the layout is illegal.
+    A round of decoding begins where the prefill ends; the stages of two ``pools`` are processes of their own.
     """
-    from meshwright.api import timelines
-
-    found = timelines(plan, prefill)
     processes: dict[tuple[str, int, str], list[Entry]] = {}
     start_ns = 0
-    for timeline in found:
-        pool = f"{timeline.phase} pool, " if prefill is not None else ""
+    for timeline in timelines:
+        pool = f"{timeline.phase} pool, " if pools else ""
         for track in timeline.tracks:
             rows = processes.setdefault((pool, track.stage, _name(track)), [])
             rows += _later(track.entries, start_ns)
@@ -41,8 +35,8 @@ def plan_trace(plan: Plan, prefill: Plan | None = None) -> dict[str, Any]:
         "cluster": str(plan.cluster),
         "layout": str(plan.layout),
         "engine": plan.engine,
-        "seconds": {t.phase: t.seconds for t in found},
-        "notes": [t.note for t in found if t.note],
+        "seconds": {t.phase: t.seconds for t in timelines},
+        "notes": [t.note for t in timelines if t.note],
     }
     return trace([Process(pool + name, rows) for (pool, _, name), rows in processes.items()], meta)
 
@@ -57,16 +51,14 @@ def _later(entries: Iterable[Entry], ns: int) -> Iterable[Entry]:
         yield replace(e, started_ns=(e.started_ns or 0) + ns, ended_ns=(e.ended_ns or 0) + ns)
 
 
-def write_trace(plan: Plan, prefill: Plan | None, path: Path) -> None:
-    """Write the trace; folders on the way are made.
+def write_trace(plan: Plan, timelines: Sequence[Timeline], path: Path, *, pools: bool = False) -> None:
+    """Write the trace (see ``plan_trace``); folders on the way are made.
 
     Raises:
-        InputError: the layout is illegal, or the path cannot be written.
+        InputError: the path cannot be written.
     """
-    if plan.chosen is None or (prefill is not None and prefill.chosen is None):
-        raise InputError("--perfetto: the layout is illegal, so there is no timeline to write")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(plan_trace(plan, prefill)), encoding="utf-8")
+        path.write_text(json.dumps(plan_trace(plan, timelines, pools=pools)), encoding="utf-8")
     except OSError as error:
         raise InputError(f"--perfetto {path}: {error.strerror or error}") from None
