@@ -2,7 +2,7 @@
 
 Each engine's part states which rules of ``engines/*/rules.py`` and ``specs/checks.py`` it mirrors by their codes; the
 tests draw layouts at random and compare with the rules themselves. Rules about quantized blocks have no vector form:
-of the rows that are left one for every (tp, cp, dp, ep) is asked.
+of the rows that are left one is asked for everything that they look at (``BLOCK_AXES``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from meshwright.plan.search.columns import SCHEDULES, Columns
+from meshwright.plan.search.columns import SCHEDULES, Columns, blocks
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.profile import EngineProfile
@@ -21,6 +21,8 @@ from meshwright.specs.workload import Train, Workload
 if TYPE_CHECKING:
     from meshwright.plan.search.columns import Ints, Mask
 
+#: Axes that an engine's rules about quantized blocks look at (engines/own/rules.py, engines/vllm/quantized.py).
+BLOCK_AXES = {"meshwright": ("tp",), "vllm": ("tp", "cp", "dp", "ep")}
 #: Rows of the vocabulary are padded to a multiple of this by vLLM (engines/vllm/stages.py).
 VLLM_VOCAB = 64
 
@@ -34,7 +36,8 @@ def legal(spec: ModelSpec, x: Columns, profile: EngineProfile, cluster: Cluster 
     """Rows that break no illegal rule of the engine."""
     rules = TRAINERS if isinstance(workload, Train) else SERVERS
     ok = _general(spec, x, cluster) & rules[profile.engine](spec, x, workload)
-    return _blocks(spec, x, profile, cluster, workload, ok) if quantized(spec) else ok
+    axes = BLOCK_AXES.get(profile.engine, ())
+    return _blocks(spec, x, profile, cluster, workload, ok, axes) if axes and quantized(spec) else ok
 
 
 def quantized(spec: ModelSpec) -> bool:
@@ -43,18 +46,21 @@ def quantized(spec: ModelSpec) -> bool:
 
 
 def _blocks(
-    spec: ModelSpec, x: Columns, profile: EngineProfile, cluster: Cluster | None, workload: Workload, ok: Mask
+    spec: ModelSpec,
+    x: Columns,
+    profile: EngineProfile,
+    cluster: Cluster | None,
+    workload: Workload,
+    ok: Mask,
+    axes: tuple[str, ...],
 ) -> Mask:
-    """Rows of ``ok`` that the rules about quantized blocks let through: these look at tp, cp, dp and ep alone, so one
-    row of each is asked."""
+    """Rows of ``ok`` that the rules about quantized blocks let through: these look at ``axes`` alone."""
     import numpy as np
 
     left = np.flatnonzero(ok)
-    code = ((x.tp * (1 << 10) + x.cp) * (1 << 20) + x.dp)[left] * (1 << 11) + x.ep[left]
-    _, first, number = np.unique(code, return_index=True, return_inverse=True)
-    takes = np.array([_takes(spec, x, profile, cluster, workload, int(left[i])) for i in first], dtype=bool)
     out = ok.copy()
-    out[left] = takes[number] if len(left) else False
+    for rows in blocks(*(getattr(x, axis)[left] for axis in axes)):
+        out[left[rows]] = _takes(spec, x, profile, cluster, workload, int(left[rows[0]]))
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from meshwright.moves.pipeline import FOLDED
 from meshwright.plan.train_memory import fullest
 from meshwright.plan.train_shards import TrainStage, train_stages
 from meshwright.plan.training_step import chunk_places
@@ -25,7 +26,8 @@ class Part:
 
 
 def parts_of(spec: ModelSpec, layout: Layout, profile: EngineProfile) -> list[tuple[Part, ...]]:
-    """Distinct stages as ``training_step`` runs them, each by its chunks."""
+    """Distinct stages as ``training_step`` runs them, each by its chunks; those left out that do no more of anything
+    than another, which is then the slower one."""
     places = chunk_places(layout)
     if all(len(p) == 1 for p in places):
         sizes = profile.split_layers(len(spec.layers), layout.pp)
@@ -49,7 +51,19 @@ def parts_of(spec: ModelSpec, layout: Layout, profile: EngineProfile) -> list[tu
                 )
             )
         out.append(tuple(row))
-    return list(dict.fromkeys(out))
+    found = list(dict.fromkeys(out))
+    return [a for a in found if not any(a != b and _covers(b, a) for b in found)]
+
+
+def _covers(more: tuple[Part, ...], less: tuple[Part, ...]) -> bool:
+    """Whether a stage does at least all that another does, chunk by chunk."""
+    return all(
+        a.first >= b.first
+        and a.last >= b.last
+        and a.neighbours >= b.neighbours
+        and all(m >= n for m, n in zip(a.layers, b.layers, strict=True))
+        for a, b in zip(more, less, strict=True)
+    )
 
 
 def pattern_counts(spec: ModelSpec, layers: range | tuple[int, ...]) -> tuple[int, ...]:
@@ -59,5 +73,16 @@ def pattern_counts(spec: ModelSpec, layers: range | tuple[int, ...]) -> tuple[in
 
 
 def memory_stages(spec: ModelSpec, layout: Layout) -> list[TrainStage]:
-    """The stages one of which is the fullest, as ``train_memory`` looks at them."""
-    return fullest(spec, train_stages(spec, layout))
+    """The stages one of which is the fullest, as ``train_memory`` looks at them; those left out behind which an earlier
+    one holds at least as many layers of every pattern in every chunk (no more is in flight later)."""
+    kept: list[tuple[TrainStage, list[tuple[int, ...]]]] = []
+    for stage in fullest(spec, train_stages(spec, layout)):
+        counts = [pattern_counts(spec, chunk) for chunk in stage.chunks]
+        plain = not stage.head and layout.schedule not in FOLDED
+        if not (plain and any(_holds(more, counts) for _, more in kept)):
+            kept.append((stage, counts))
+    return [stage for stage, _ in kept]
+
+
+def _holds(more: list[tuple[int, ...]], less: list[tuple[int, ...]]) -> bool:
+    return all(m >= n for a, b in zip(more, less, strict=True) for m, n in zip(a, b, strict=True))

@@ -31,9 +31,8 @@ class Sums:
 
     def add(self, wire: Floats | Ints, seconds: Floats, live: Mask, times: Numbers = 1.0) -> None:
         """Add a collective that runs where ``live``."""
-        import numpy as np
 
-        many = np.where(live, times, 0.0)
+        many = live * times
         self.wire_bytes += many * wire
         self.wire_s += many * seconds
         self.messages += many
@@ -120,8 +119,13 @@ class Step:
         world = stage * x.pp
         self.tensor = Group(cluster, x.tp, np.minimum(x.tp, node))
         self.world = Group(cluster, world, np.minimum(world, node))
+        self.layers = [Numel(tables.parameters[cuts, p, 0], tables.parameters[cuts, p, 1]) for p in self._patterns]
         self.plain = (x.ep == 1) & (copies == ranks)
         self.sharded = np.maximum(1, ranks // x.replicas) if self.zero == 3 else ranks
+
+    @property
+    def _patterns(self) -> range:
+        return range(self.tables.parameters.shape[1])
 
     def cost(self, stages: list[tuple[Part, ...]]) -> dict[str, Floats]:
         """Of the slowest stage: seconds of a step, share on links, and sums as in ``plan.Cost``."""
@@ -144,18 +148,21 @@ class Step:
         total = np.array(parts[0].layers) * 0
         for part in parts:
             total = total + np.array(part.layers)
-        each = np.einsum("p,kpms->mks", total.astype(float), t.layer)
+        each = np.einsum("p,kpms->smk", total.astype(float), t.layer)
         first, last = any(p.first for p in parts), any(p.last for p in parts)
-        each = each + (t.first if first else 0.0) + (t.last if last else 0.0)
-        moved, flops, wire, messages, compute_s, wire_s = (self.micro * c for c in each[self.mode, k].T)
+        each += t.first.T[:, None] if first else 0.0
+        each += t.last.T[:, None] if last else 0.0
+        of_row = np.take(each.reshape(len(each), -1), self.mode * len(t.first) + k, axis=1)
+        of_row *= self.micro
+        moved, flops, wire, messages, compute_s, wire_s = of_row
         step = Sums(wire, messages, wire_s)
         self._hand_offs(step, sum(p.neighbours for p in parts))
         units = self._units(parts)
         whole = Numel(sum(u.dense for u, _ in units), sum(u.expert for u, _ in units))  # type: ignore[arg-type]
         self._once(step, total, first, last)
         update = self._update_bytes(whole)
-        moved = moved + update
-        compute_s = compute_s + np.maximum(KERNEL_S, update / self.cluster.device.bandwidth_bytes_s)
+        moved += update
+        compute_s += np.maximum(KERNEL_S, update / self.cluster.device.bandwidth_bytes_s)
         zeros = np.zeros(len(k))
         data = Sums(zeros.copy(), zeros.copy(), zeros.copy())
         self._data(data, whole, units, len(parts))
@@ -199,10 +206,10 @@ class Step:
             if part.last:
                 root = root + t.tail[k] + (t.other[k] if begins else 0)
             out.append((Numel(root, nothing), part))
-        for p in range(t.parameters.shape[1]):
+        for p in self._patterns:
             many = sum(part.layers[p] for part in parts)
             if many:
-                out.append((Numel(many * t.parameters[k, p, 0], many * t.parameters[k, p, 1]), p))
+                out.append((Numel(many * self.layers[p].dense, many * self.layers[p].expert), p))
         return out
 
     def _once(self, out: Sums, total: Ints, first: bool, last: bool) -> None:
@@ -250,20 +257,18 @@ class Step:
 
     def _merged(self, units: list[tuple[Numel, Part | int]], chunks: int) -> list[Numel]:
         """Root and layers of each chunk as one."""
-        t, k = self.tables, self.cuts
         out = []
         for root, part in units[:chunks]:
             assert isinstance(part, Part)
             dense, expert = root.dense, root.expert
             for p, many in enumerate(part.layers):
-                dense = dense + many * t.parameters[k, p, 0]
-                expert = expert + many * t.parameters[k, p, 1]
+                dense = dense + many * self.layers[p].dense
+                expert = expert + many * self.layers[p].expert
             out.append(Numel(dense, expert))
         return out
 
     def _sharded(self, out: Sums, whole: Numel, units: list[tuple[Numel, Part | int]]) -> None:
         """ZeRO-3: unit by unit for every micro-batch; under a pipeline gathered and reduced once a step."""
-        t, k = self.tables, self.cuts
         knobs = Fsdp()
         width, reduce = DTYPE_BYTES[knobs.param_dtype], DTYPE_BYTES[knobs.reduce_dtype]
         once = self.pp > 1
@@ -274,7 +279,7 @@ class Step:
                     self._scatter(out, unit, reduce, self.micro)
                 continue
             many = int(self._count(part, units))
-            layer = Numel(t.parameters[k, part, 0], t.parameters[k, part, 1])
+            layer = self.layers[part]
             if once:
                 self._gather(out, layer, width, float(many))
             else:

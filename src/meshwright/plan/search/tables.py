@@ -19,7 +19,7 @@ from meshwright.plan.layer_ops import Context, ffn_ops, mixer_ops
 from meshwright.plan.products import Held, Kind, held
 from meshwright.plan.search.columns import Columns
 from meshwright.plan.training_step import loss_ops
-from meshwright.plan.wire import Op, ways
+from meshwright.plan.wire import Op, Ways, parts, ways
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.layout import Layout
@@ -178,6 +178,10 @@ class Counter:
     work: Train
     holders: dict[tuple[int, int, int], Holder] = field(default_factory=dict)
     known: dict[object, NDArray[np.float64]] = field(default_factory=dict)
+    ways: Ways = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ways = ways(self.profile)
 
     def holder(self, cut: Cut) -> Holder:
         """The placement behind a cut, remembered."""
@@ -197,7 +201,7 @@ class Counter:
         return Context(
             cut.layout(etp=cut.etp or None),
             ExpertGrid(cut.grid_etp, cut.ep, 1),
-            ways(self.profile),
+            self.ways,
             self.spec.hidden,
             train.param_dtype,
             train.param_dtype,
@@ -217,16 +221,19 @@ class Counter:
         parameters = np.zeros((k, patterns, 2), dtype=np.int64)
         norms = np.zeros((k, patterns), dtype=np.int64)
         for i, cut in enumerate(cuts):
-            at, c, links = self.holder(cut), self.context(cut), Wired(cut, self.cluster)
+            at = self.holder(cut)
+            tokens = parts(cut.micro_batch * self.work.seq, cut.cp)
             for p, kind in enumerate(at.kinds):
-                for key, make in self._blocks(cut, c, p, kind):
+                for key, make in self._blocks(cut, tokens, p, kind):
                     if key not in self.known:
-                        self.known[key] = np.array(self._layer(c, make(), links))
+                        c = self.context(cut)
+                        self.known[key] = np.array(self._layer(c, make(c), Wired(cut, self.cluster)))
                     layer[i, p] += self.known[key]
                 parameters[i, p], norms[i, p] = kind.parameters, sum(kind.norms)
-            ends[:, i] = self._ends(cut, c, at, links)
-            rows, width = c.hidden_shape
-            whole[:, i] = (rows * width * DTYPE_BYTES[c.dtype], *at.ends, at.alike)
+            ends[:, i] = self._ends(cut, tokens, at)
+            held_tokens = parts(tokens, cut.tp) if cut.sp and cut.tp > 1 else tokens
+            handed = held_tokens * self.spec.hidden * DTYPE_BYTES[self.work.param_dtype]
+            whole[:, i] = (handed, *at.ends, at.alike)
         hidden, end_norms, embedding, vocabulary, tail, tied, other, alike = whole
         return Tables(
             layer=layer,
@@ -244,24 +251,26 @@ class Counter:
             alike=alike > 0,
         )
 
-    def _blocks(self, cut: Cut, c: Context, p: int, kind: Kind) -> list[tuple[object, Callable[[], list[Op]]]]:
+    def _blocks(
+        self, cut: Cut, tokens: int, p: int, kind: Kind
+    ) -> tuple[tuple[object, Callable[[Context], list[Op]]], ...]:
         """Parts of a layer, each with all that it depends on: mixers on cp and micro-batch apart, the rest only on the
         tokens of a rank."""
-        some = (p, cut.tp, cut.sp, c.tokens)
+        some = (p, cut.tp, cut.sp, tokens)
         spread = (cut.ep, cut.grid_etp) if kind.layer.moe is not None else ()
-        return [
-            (("mixer", p, cut.tp, cut.sp, cut.cp, cut.micro_batch), lambda: mixer_ops(c, kind)),
-            (("ffn", *some, *spread), lambda: ffn_ops(c, kind)),
-            (("norms", *some), lambda: [c.norm("norm", width) for width in kind.norms]),
-        ]
+        return (
+            (("mixer", p, cut.tp, cut.sp, cut.cp, cut.micro_batch), lambda c: mixer_ops(c, kind)),
+            (("ffn", *some, *spread), lambda c: ffn_ops(c, kind)),
+            (("norms", *some), lambda c: [c.norm("norm", width) for width in kind.norms]),
+        )
 
-    def _ends(self, cut: Cut, c: Context, at: Holder, links: Links) -> NDArray[np.float64]:
+    def _ends(self, cut: Cut, tokens: int, at: Holder) -> NDArray[np.float64]:
         """Embedding and head, forward and backward."""
         import numpy as np
 
-        key = ("ends", cut.tp, cut.sp, c.tokens)
+        key = ("ends", cut.tp, cut.sp, tokens)
         if key not in self.known:
-            rows = []
+            c, links, rows = self.context(cut), Wired(cut, self.cluster), []
             for ops in (embedding_ops(c, at.held.ends), loss_ops(at.placement, c, at.held.ends)):
                 back = backward_ops(c, ops, self.work.attention, self.work.grad_dtype)
                 rows.append(_sums(tally([*ops, *back], self.cluster.device, links)))
