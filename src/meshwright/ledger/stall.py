@@ -114,7 +114,9 @@ class _Work:
                 hand_offs = self._counts_hand_offs(rows, group) if counter is not None else None
                 last = lane.end - 1 if lane is not None else None
                 if counter is not None and hand_offs is False:
-                    found = [n for n in (last, counter.enqueued) if n is not None]
+                    # gloo counts hand-offs with the collectives, and records none: its rows tell, where there are any
+                    counted = counter.enqueued if rows.settled or lane is None else None
+                    found = [n for n in (last, counted) if n is not None]
                     last = max(found, default=None)
                     if counter.completed is not None and rows.settled:
                         completed[rank] = counter.completed
