@@ -326,11 +326,19 @@ class Peak:
         """
         import numpy as np
 
+        by_m = [(rows, self._options(stage, layout, m)) for rows, m in self.alike]
+        if all(len(held) == 1 for _, held in by_m):
+            only = np.empty((kept.shape[0], kept.shape[2]))
+            for rows, held in by_m:
+                only[:, rows] = held[0][:, None]
+            layers = only[0] * kept[0]
+            for chunk in range(1, len(kept)):
+                layers += only[chunk] * kept[chunk]
+            return layers, only.sum(axis=0), only.max(axis=0)
         layers, flying, most = (np.empty(kept.shape[1:]) for _ in range(3))
-        for rows, m in self.alike:
-            held = self._options(stage, layout, m)
+        for rows, held in by_m:
             sums = np.tensordot(held, kept[:, :, rows], axes=1)
-            best = sums.argmax(axis=0) if len(held) > 1 else 0
+            best = sums.argmax(axis=0)
             layers[:, rows] = sums.max(axis=0)
             flying[:, rows], most[:, rows] = held.sum(axis=1)[best], held.max(axis=1)[best]
         return layers, flying, most
