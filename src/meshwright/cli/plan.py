@@ -102,9 +102,9 @@ def _emit(result: Plan, out: _Output, prefill: Plan | None = None) -> None:
         if out.ledger and ledger is not None:
             terminal.show_ledger(ledger, out.phase)
         paths = (("page", out.html), ("trace", out.perfetto), ("ledger", out.save_ledger))
-        for flag, path in (*paths, *(("file", p) for p in written)):
-            if path is not None:
-                typer.echo(f"{flag}: {path}")
+        lines = [f"{flag}: {path}" for flag, path in (*paths, *(("file", p) for p in written)) if path is not None]
+        if lines:
+            typer.echo("\n".join(["", *lines]))
     raise typer.Exit(0 if result.ok and (prefill is None or prefill.ok) else 1)
 
 
