@@ -192,6 +192,8 @@ DTYPES = {
     "fp8-mx": "f8_e4m3",
     "nvfp4": "fp4",
 }
+#: Those with scales of 32 values.
+BLOCKS = ("mxfp8", "fp8-mx")
 
 
 def stages(layers: int, pp: int) -> tuple[int, ...]:
@@ -226,7 +228,7 @@ def _bridge(row: Row) -> Case:
         schedule="interleaved" if chunks > 1 else "1f1b", stage_layers=stages(len(spec.layers), pp),
     )  # fmt: skip
     months = (int(release[1]) - 26) * 12 + int(release[2]) - 4
-    software = Software(DTYPES[row["dtype"]], months=float(months), async_tp=True)
+    software = Software(DTYPES[row["dtype"]], months=float(months), async_tp=True, blocks=row["dtype"] in BLOCKS)
     work = Train(seq=whole(row, "seq"), global_batch=whole(row, "batch"))
     cluster = cluster_of(row["gpu"], whole(row, "n_gpus"))
     return _case(row, spec, layout, work, cluster, software, float(row["value"]), megatron())

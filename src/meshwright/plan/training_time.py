@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.moves.pipeline import FOLDED, Action, refusal, schedule, simulate
-from meshwright.plan.timing.compute import peak_flops, unit_dtype
+from meshwright.plan.timing.compute import unit_dtype
 from meshwright.plan.timing.estimate import Seconds, Word, spread
 from meshwright.plan.train_engine import TrainEngine
-from meshwright.plan.training_time_work import DataWork, RankWork, StepWork, Work, distinct, step_work
+from meshwright.plan.training_time_work import DataWork, RankWork, StepWork, Work, distinct, product_peak, step_work
 from meshwright.specs.cluster import Cluster, Device
 from meshwright.specs.layout import Layout
 from meshwright.specs.placement import Placement
@@ -55,6 +55,7 @@ class Software(NamedTuple):
 
     Attributes:
         compute: element type in which layers multiply (``bf16``, ``f8_e4m3``, ``fp4``).
+        blocks: 8-bit scales of 32 values (MXFP8) instead of one a tensor.
         fused: kernels of Transformer Engine (fused attention of the generation); False: plain PyTorch.
         months: release of the training software, in months since April 2026 (NeMo 26.04).
         overlap: gradient and parameter collectives run beside the compute.
@@ -64,6 +65,7 @@ class Software(NamedTuple):
     """
 
     compute: str = "bf16"
+    blocks: bool = False
     fused: bool = True
     months: float = 0.0
     overlap: bool = True
@@ -123,7 +125,7 @@ def software_of(engine: TrainEngine | None) -> Software:
         return Software(fused=False)
     partial = 0.35 if "every_second_product" in engine.recompute_modules else 1.0
     return Software(
-        "f8_e4m3" if engine.fp8 else "bf16", engine.kernels == "te", async_tp=engine.async_tp, recomputed=partial
+        "f8_e4m3" if engine.fp8 else "bf16", fused=engine.kernels == "te", async_tp=engine.async_tp, recomputed=partial
     )
 
 
@@ -153,12 +155,13 @@ def rates(c: Constants, device: Device, software: Software) -> Rates:
     head = drift / c[f"dense.{core}"] / (c["clock.ultra"] if of == "ultra" else 1.0)
     dense = head / (c[f"dense.{low}.{core}"] if low and core != "ampere" else 1.0)
     experts = dense * mixture / c["experts"] / (c["experts.fp4"] if low == "fp4" else 1.0)
+    blocks = c["dense.blocks"] if software.blocks and low == "fp8" else 1.0
     attention = drift / c[f"attention.{of}"] / (1.0 if software.fused else c["attention.torch"])
     moved = drift / STREAM
     passes = moved * c["passes"] * (c["passes.low"] if low else 1.0)
     weights = Work(
-        dense=dense,
-        dense_shape=dense * c["ramp"],
+        dense=dense / blocks,
+        dense_shape=dense / blocks * c["ramp"],
         experts=experts,
         experts_shape=experts * c["ramp"],
         head=head,
@@ -168,6 +171,7 @@ def rates(c: Constants, device: Device, software: Software) -> Rates:
         light=moved,
         passes=passes,
         routed=passes * c["routed"] * mixture,
+        inner=passes * c["inner"] * mixture,
         groups=c["group"] * mixture,
         kernels=c["kernel"] * mixture,
         mixtures=c["mixture"] * mixture,
@@ -187,7 +191,7 @@ SHOWN = {
     "head": ("head", "head_shape"),
     "attention": ("attention",),
     "recurrent": ("recurrent",),
-    "elementwise": ("light", "passes", "routed"),
+    "elementwise": ("light", "passes", "routed", "inner"),
     "tensor parallel": ("tp",),
     "context parallel": ("cp",),
     "expert parallel": ("ep",),
@@ -364,7 +368,7 @@ def timed(work: StepWork, placement: Placement, cluster: Cluster, software: Soft
         tokens_per_s=rate,
         tokens_per_s_device=rate / work.devices,
         flops_s_device=flops,
-        mfu=flops / peak_flops(device, software.compute),
+        mfu=flops / product_peak(device, software.compute),
         exposed_s=sum(parts[name] for name in EXPOSED),
         bubble=parts["bubble"] / (pace + parts["bubble"]) if pace else 0.0,
         parts=tuple(parts.items()),

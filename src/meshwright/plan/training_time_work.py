@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.plan.forward import Emitter
+from meshwright.plan.products import OUT_OPS
 from meshwright.plan.timing.collective import Wiring, curve
 from meshwright.plan.timing.compute import peak_flops
 from meshwright.plan.timing.step import Groups
 from meshwright.plan.training_step import microbatches, steps
 from meshwright.plan.wire import Op
-from meshwright.specs.cluster import Cluster
+from meshwright.specs.cluster import Cluster, Device
 from meshwright.specs.placement import Placement, RankClass
 from meshwright.specs.workload import Train
 
@@ -30,7 +31,8 @@ class Work(NamedTuple):
             PFLOP/s of the peak and 1/m + 1/n + 1/k.
         attention, recurrent: cores, at the 16-bit peak.
         light: bytes of norms, losses and cores that are no attention, over memory bandwidth.
-        passes: inputs and outputs of plain products, over memory bandwidth. routed: those of experts.
+        passes: inputs and outputs of plain products, over memory bandwidth. routed, inner: those of experts, of the
+            model's width (permuted tokens) and of the experts' own (around their activation).
         groups: products of single experts (a grouped product of E local experts is E of them).
         kernels: ops on the compute stream. mixtures: mixtures of experts that tokens pass.
         tp, cp, ep: collectives of each axis.
@@ -48,6 +50,7 @@ class Work(NamedTuple):
     light: float = 0.0
     passes: float = 0.0
     routed: float = 0.0
+    inner: float = 0.0
     groups: float = 0.0
     kernels: float = 0.0
     mixtures: float = 0.0
@@ -144,6 +147,13 @@ _DATA = ("dp", "dp+cp", "edp")
 def is_data_parallel(group: str | None) -> bool:
     """Whether a collective is of gradients or parameters rather than of activations."""
     return group is not None and group.split("_")[0] in _DATA
+
+
+def product_peak(device: Device, dtype: str) -> float:
+    """Peak of products in training, FLOP/s: NVFP4 counts as twice FP8, also where the device has more for inference
+    (B300, GB300: measured steps gain as much over FP8 as on B200 and GB200)."""
+    peak, eight = peak_flops(device, dtype), device.peak("f8_e4m3")
+    return min(peak, 2 * eight) if dtype == "fp4" and eight else peak
 
 
 def step_work(placement: Placement, cluster: Cluster, train: Train, compute: str = "bf16") -> StepWork:
@@ -243,7 +253,7 @@ class _Counter:
         device = self.cluster.device
         of_experts = "expert." in op.name and "shared_expert" not in op.name
         low = of_layer and "router" not in op.name
-        peak = peak_flops(device, self.compute if low else "bf16")
+        peak = product_peak(device, self.compute if low else "bf16")
         rows, inner = op.shapes[0]
         n = op.shapes[1][-1]
         m, k = float(rows), float(inner)
@@ -254,11 +264,22 @@ class _Counter:
         name = "experts" if of_experts else "dense" if of_layer else "head"
         sums[name] += seconds
         sums[f"{name}_shape"] += seconds * peak / 1e15 * (1 / m + 1 / k + 1 / n)
-        if "gradient" not in op.name or "input gradient" in op.name:
-            moved = rows * (inner + n) * 2 * op.repeats / device.bandwidth_bytes_s
-            sums["routed" if of_experts else "passes"] += moved
+        if "weight gradient" not in op.name:
+            self._passes(op, of_experts, sums)
         if "router" in op.name and "weight gradient" not in op.name:
             sums["mixtures"] += 1
+
+    def _passes(self, op: Op, of_experts: bool, sums: dict[str, float]) -> None:
+        """Bytes of a product's input and output: of experts apart for the width of the model and for their own."""
+        (rows, entering), leaving = op.shapes[0], op.shapes[1][-1]
+        each = rows * 2 * op.repeats / self.cluster.device.bandwidth_bytes_s
+        if not of_experts:
+            sums["passes"] += each * (entering + leaving)
+            return
+        last = op.name.split()[0].rpartition(".")[2] in OUT_OPS
+        narrow = entering if last != ("gradient" in op.name) else leaving
+        sums["inner"] += each * narrow
+        sums["routed"] += each * (entering + leaving - narrow)
 
     def _other(self, op: Op, sums: dict[str, float]) -> None:
         device = self.cluster.device
