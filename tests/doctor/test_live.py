@@ -21,6 +21,8 @@ SAMPLE = ("wrong_shape", "p2p_order", "killed", "two_back_ends")
 #: Of what the issue lists, those that a reproduction must show.
 HANGS = tuple(name for name in EXPECTED if name != "healthy")
 AT_ONCE = 7
+#: What else a folder may hold.
+OTHER_FILES = ("dumps", "ledgers", "dumps ledgers stacks logs", "stacks logs", "logs")
 MUST_FAIL_ALIKE = 14
 
 
@@ -51,6 +53,14 @@ def _check(findings: list[Finding], name: str) -> None:
     assert not any(f.confidence == "high" and set(f.guilty_ranks) - guilty for f in findings)
 
 
+def _check_honest(left: Path, name: str, target: Path, kinds: str) -> None:
+    """With other files than the case needs: right or unsure, no innocent rank with high confidence."""
+    if not any(p.stat().st_size for kind in kinds.split() for p in (left / name / kind).iterdir()):
+        return
+    findings = diagnose(incident(left, name, target, 3, kinds))
+    assert not [f for f in findings if f.confidence == "high" and set(f.guilty_ranks) - EXPECTED[name][1]], kinds
+
+
 @pytest.mark.parametrize("name", SAMPLE)
 def test_right_answer_of_a_real_hang(scratch: Path, name: str) -> None:
     _check(_read(scratch, _ran(scratch, SAMPLE), name)[0], name)
@@ -77,6 +87,8 @@ def test_all_real_hangs_and_their_reproductions(scratch: Path) -> None:
         for name in part:
             findings, found = _read(scratch, left, name, 2)
             _check(findings, name)
+            for number, kinds in enumerate(OTHER_FILES):
+                _check_honest(left, name, scratch / f"{name} {number}", kinds)
             if name in HANGS:
                 programs[name] = build(findings[0], found)
                 (scratch / f"{name}.py").write_text(render(programs[name], 3))

@@ -28,11 +28,11 @@ def run(folder: Path, words: list[str], limit_s: float = LIMIT_S) -> None:
     assert not failed, failed
 
 
-def incident_folder(left: Path, name: str, target: Path, seed: int = 0) -> Path:
+def incident_folder(left: Path, name: str, target: Path, seed: int = 0, kinds: str | None = None) -> Path:
     """What goes into the incident of a case, under names that say at most the rank (stacks: one stem for all)."""
     chance = random.Random(f"{name} {seed}")
     target.mkdir(parents=True)
-    for kind in EXPECTED[name][3].split():
+    for kind in (kinds or EXPECTED[name][3]).split():
         files = sorted((left / name / kind).iterdir())
         chance.shuffle(files)
         stem = _word(chance)
@@ -48,6 +48,6 @@ def _word(chance: random.Random) -> str:
     return "".join(chance.choice("ghijkmnop") for _ in range(9))
 
 
-def incident(left: Path, name: str, target: Path, seed: int = 0) -> Incident:
-    """The incident of a case as the doctor reads it."""
-    return read_incident(incident_folder(left, name, target, seed))
+def incident(left: Path, name: str, target: Path, seed: int = 0, kinds: str | None = None) -> Incident:
+    """The incident of a case as the doctor reads it; ``kinds``: other files than those of the case."""
+    return read_incident(incident_folder(left, name, target, seed, kinds))
