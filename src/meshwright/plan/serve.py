@@ -9,6 +9,7 @@ from meshwright.errors import IllegalLayoutError
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.candidates import enumerate_serving, thin
 from meshwright.plan.choose import alternatives, better, choose
+from meshwright.plan.comparisons import compare
 from meshwright.plan.cost import serve_cost
 from meshwright.plan.explain import ServeFacts, explain_serve, joint_ranks, serve_facts
 from meshwright.plan.memory import ServeMemory
@@ -238,7 +239,7 @@ def _searched(ctx: ServeContext, candidates: list[Candidate], works: list[Candid
         fast_enough=not violations(ctx, chosen),
         chosen=chosen,
         rules=chosen.rules,
-        reasons=explain_serve(ctx, chosen, facts),
+        reasons=explain_serve(ctx, chosen, facts) + compare(ctx.cluster, chosen, ordered[1:], rejected),
         alternatives=alternatives(ctx, ordered),
         rejected=tuple(thin(rejected, MAX_REJECTED)),
         settings=ctx.settings,
@@ -301,7 +302,10 @@ def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: 
         fast_enough=chosen is None or not violations(ctx, chosen),
         chosen=chosen,
         rules=rules,
-        reasons=explain_serve(ctx, chosen, serve_facts(ctx, works)) if chosen else (),
+        reasons=explain_serve(ctx, chosen, serve_facts(ctx, works))
+        + (compare(ctx.cluster, chosen, ordered, rejected) if fits else ())
+        if chosen
+        else (),
         alternatives=others,
         rejected=tuple(thin((r for r in rejected if r.layout != layout), MAX_REJECTED)),
         settings=ctx.settings,
