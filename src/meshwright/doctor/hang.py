@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from meshwright.doctor import hang_calls, hang_counters, hang_facts, hang_stacks, hang_stall
+from meshwright.doctor import hang_calls, hang_counters, hang_facts, hang_progress, hang_stacks, hang_stall
 from meshwright.doctor.advice import ADVICE
 from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.hang_splits import odd_splits
@@ -41,6 +41,8 @@ def diagnose(incident: Incident) -> list[Finding]:
         found = [*found[:1], *environment, *found[1:]]
     else:
         found = [*found, *environment]
+    slow = hang_progress.moving(view, found) if incident.earlier else None
+    found = [slow] if slow is not None else found
     if not found:
         found = [_nothing(view)]
     found = [_with_echoes(incident, found[0]), *found[1:MAX_FINDINGS]]

@@ -184,6 +184,7 @@ class Incident:
         groups, signatures, stacks: tables that the columns of the traces point into.
         lacks: what the folder does not hold or could not be read, one line each, for people.
         world: number of ranks of the job, None while unknown.
+        earlier: last issue (Unix ns) in another dump of a rank, which ends before the one that counts.
         spare: rows of a second recorder by global rank, until ``settle``.
     """
 
@@ -196,6 +197,7 @@ class Incident:
         self.stacks: Table[tuple[Frame, ...]] = Table()
         self.lacks: list[str] = []
         self.world: int | None = None
+        self.earlier: dict[int, int] = {}
         self.dropped_facts = 0
 
     def add_fact(
@@ -226,6 +228,8 @@ class Incident:
             return
         later, earlier = (trace, held) if _reach(trace) > _reach(held) else (held, trace)
         self.traces[trace.rank] = later
+        before = max(earlier.created_ns, default=0)
+        self.earlier[trace.rank] = max(before, self.earlier.get(trace.rank, 0))
         self.lack(f"rank {trace.rank} has two dumps; {later.source} counts, {earlier.source} ends earlier")
 
     def settle(self) -> None:
