@@ -236,13 +236,13 @@ def work_of(op: Op, count: int, held: int, spread: bool, groups: Groups) -> Kern
 
     Args:
         op: of the ledger, no mark. count: how often the step runs it.
-        held: experts on the rank. spread: they lie on several ranks.
+        held: experts on the rank; 0 where a model stores them as one product (DBRX). spread: on several ranks.
         groups: of the rank.
     """
     if op.group is not None:
         return Message(op.op, groups.of(op.group), op.payload, count * op.repeats)
     kind = shape_class(op)
-    experts = op.shapes[1][0] if kind == "experts" else 0
+    experts = op.shapes[1][0] if kind == "experts" and held else 0
     return Kernel(
         kind,
         op.dtype,
