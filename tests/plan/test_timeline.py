@@ -20,6 +20,7 @@ from meshwright.plan.timeline_train import ACTION, WORDS, training_timeline
 SERVED = {
     "dense": ("llama-3.1-8b", "1x8xH100-SXM", "tp=4"),
     "pipeline": ("llama-3.1-70b", "2x4xA100-80G@ib-200g", "tp=4,pp=2"),
+    "one product": ("dbrx", "1x8xH100-SXM", "dp=8,ep=8"),
     "mixture": ("deepseek-v3", "2x8xH200-SXM@ib-400g", "tp=8,dp=2,ep=16"),
 }
 TRAINED = {
