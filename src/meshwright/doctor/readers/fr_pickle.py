@@ -37,7 +37,7 @@ class _Input:
     """The bytes as a file: with ``peek`` for speed, and without ``readinto``, which fails noisily on cut buffers."""
 
     def __init__(self, data: bytes) -> None:
-        file = io.BufferedReader(io.BytesIO(data), 1 << 17)  # type: ignore[arg-type]
+        file = io.BufferedReader(io.BytesIO(data), 1 << 17)
         self.read, self.readline, self.peek = file.read, file.readline, file.peek
 
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.doctor.incident import Table
 from meshwright.doctor.readers.fr_rows import Dump, Tables
 from meshwright.errors import InputError
 
@@ -69,7 +70,8 @@ def _work(files: Sequence[int], parse: Callable[[int, Tables], Dump], pipe: int)
         except Exception as error:  # whatever a hostile file leads to ends here
             dump = f"a dump could not be read ({type(error).__name__})"
         gained = []
-        for place_of, table in enumerate((tables.groups, tables.signatures, tables.stacks)):
+        own: tuple[Table[Any], ...] = (tables.groups, tables.signatures, tables.stacks)
+        for place_of, table in enumerate(own):
             rows: list[Any] = table.rows[sent[place_of] :]
             sent[place_of] = len(table)
             gained.append([[tuple(f) for f in row] for row in rows] if place_of == 2 else [tuple(row) for row in rows])
