@@ -1,6 +1,6 @@
 """Training throughput against public measurements: tokens/s of a device, by source, and the layouts picked by it.
 
-Rows that no prediction is made for are counted with their reason (``training_rows.Skipped``): fine-tuning, and rows
+Rows that no prediction is made for are counted with their reason (``training_rows.Skipped``): LoRA, and rows
 without batch, offload or recomputation. ``held_out`` refits the constants without layouts and without models.
 """
 
@@ -39,7 +39,7 @@ def rows(truth: Path) -> list[ScoreRow]:
         ScoreRow(c.source, c.group, c.name, METRIC, time.tokens_per_s_device, c.tokens_per_s, "tokens/s/GPU")
         for c, time in predicted(truth)
     ]
-    return found + [ScoreRow(s.source, "", s.name, METRIC, None, 1.0, "tokens/s/GPU", s.reason) for s in skipped]
+    return found + [ScoreRow(s.source, "", s.name, METRIC, None, s.measured, s.unit, s.reason) for s in skipped]
 
 
 @dataclass(frozen=True, slots=True)
