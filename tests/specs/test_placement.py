@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from meshwright.engines import profile
 from meshwright.errors import IllegalLayoutError
 from meshwright.specs import shares
+from meshwright.specs.hf.read import model_from_config
 from meshwright.specs.layout import Layout, parse_layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.placement import Coordinate, Placement, Shard, place
@@ -340,3 +341,33 @@ def test_scales_that_no_exact_cut_divides_make_classes_of_their_own() -> None:
         counts[name] = counts.get(name, 0) + 1
     assert counts == {c.name: c.ranks for c in placement.classes}
     assert len(counts) == 2
+
+
+@pytest.mark.parametrize(("layout", "rows"), [("tp=4", 672), ("tp=4,ep=4", 2688), ("tp=2", 1344)])
+def test_experts_stacked_in_one_dimension_are_cut_inside_each(layout: str, rows: int) -> None:
+    """DBRX lays its experts one under the other: 4 of 2,688 rows here; each is cut, or each rank has whole ones."""
+    spec = model_from_config(
+        {
+            "architectures": ["DbrxForCausalLM"],
+            "model_type": "dbrx",
+            "d_model": 64,
+            "n_heads": 8,
+            "n_layers": 2,
+            "vocab_size": 256,
+            "attn_config": {"kv_n_heads": 4},
+            "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 2688},
+        },
+        "dbrx",
+        "a test",
+    )
+    wanted = parse_layout(layout)
+    placement = place(spec, wanted, profile("vllm"))
+    seen: list[int] = []
+    for rank in range(wanted.world):
+        for shard in placement.shards(placement.coordinate(rank)):
+            if shard.family.role == "expert" and shard.family.op == "gate":
+                (held, _) = shard.intervals
+                assert len(held) == (1 if wanted.ep > 1 else 4)
+                assert {high - low for low, high in held} == {rows}
+                seen += [row for low, high in held for row in range(low, high)]
+    assert sorted(seen) == list(range(4 * 2688))

@@ -155,15 +155,29 @@ class Cuts:
         base = padding = 0
         for segment in dim:
             share = self.share(family, segment, at)
-            start, stop = share.interval(segment.units)
-            start, stop = base + start * segment.width, base + stop * segment.width
+            first, last = share.interval(segment.units)
             padding += share.padding * segment.width
-            if ranges and ranges[-1][1] == start:
-                ranges[-1] = (ranges[-1][0], stop)
-            elif stop > start or not ranges:
-                ranges.append((start, stop))
+            for start, stop in self._pieces_of(family, segment, first, last, at):
+                start, stop = base + start, base + stop
+                if ranges and ranges[-1][1] == start:
+                    ranges[-1] = (ranges[-1][0], stop)
+                elif stop > start or not ranges:
+                    ranges.append((start, stop))
             base += segment.size
         return tuple(ranges), padding
+
+    def _pieces_of(self, family: TensorFamily, segment: Segment, first: int, last: int, at: Place) -> Intervals:
+        """Elements of units ``first`` to ``last`` of a segment that are held.
+
+        Experts whose matrices lie one under the other in one dimension (DBRX) are cut over the ranks of an expert
+        inside each of them.
+        """
+        width, etp = segment.width, self.grid.etp
+        stacked = segment.label == "experts" and family.role == "expert" and width > 1 and etp > 1
+        if not stacked:
+            return ((first * width, last * width),)
+        low, high = shares.part(width, etp, at.etp)
+        return tuple((expert * width + low, expert * width + high) for expert in range(first, last))
 
     def signature(self, at: Place) -> tuple[int, ...]:
         """Sizes of everything cut, at a place: equal signatures hold equal bytes and do equal work."""
