@@ -150,6 +150,19 @@ def test_experts_are_shaped_by_their_own_tokens() -> None:
     assert work.forward.groups == 4 * 3 * 16
 
 
+def test_tensors_of_experts_are_told_by_width() -> None:
+    """Of a routed token: in to gate and to up, out of down with the model's width; three times the experts' width."""
+    spec = decoder(
+        hidden=1024, layers=1, heads=8, ffn=4096, vocab=100, experts=8, topk=2, moe_ffn=256, moe_layers=range(1)
+    )
+    train = Train(seq=4096, global_batch=1, recompute="full")
+    rank = step_work(placed(Layout(), spec), CLUSTER, train).ranks[0]
+    routed = 2 * 4096 * 2 / CLUSTER.device.bandwidth_bytes_s
+    for work in (rank.forward, rank.backward, rank.recompute):
+        assert work.routed == pytest.approx(routed * 1024 * 3)  # gate and up read it each
+        assert work.inner == pytest.approx(routed * 256 * 3)
+
+
 def test_low_precision_leaves_head_and_router_in_16_bit() -> None:
     train = Train(seq=4096, global_batch=1)
     wide, low = (step_work(placed(Layout()), CLUSTER, train, dtype).ranks[0].forward for dtype in ("bf16", "f8_e4m3"))

@@ -140,6 +140,7 @@ class _Phased(Emitter):
 #: Times that 16-bit scores of an unfused attention core pass memory, forward and backward: product, scale with mask and
 #: softmax, dropout, product (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1).
 SCORE_PASSES = (6, 8)
+
 #: Collectives that carry gradients or parameters.
 _DATA = ("dp", "dp+cp", "edp")
 
@@ -276,7 +277,7 @@ class _Counter:
         if not of_experts:
             sums["passes"] += each * (entering + leaving)
             return
-        last = op.name.split()[0].rpartition(".")[2] in OUT_OPS
+        last = op.name.removeprefix("recompute ").split()[0].rpartition(".")[2] in OUT_OPS
         narrow = entering if last != ("gradient" in op.name) else leaving
         sums["inner"] += each * narrow
         sums["routed"] += each * (entering + leaving - narrow)
