@@ -156,6 +156,16 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     return out
 
 
+def search_json(plan: Plan) -> dict[str, Any] | None:
+    """The search over arrays: how large its space was, the points that nothing beats, the most promising ones."""
+    found = plan.searched
+    if found is None:
+        return None
+    counts = {"size": found.size, "illegal": found.illegal, "unfit": found.unfit, "costed": found.costed}
+    points = {"pareto": found.pareto, "best": found.best}
+    return counts | {name: [{**plain(p), "layout": layout_json(p.layout)} for p in of] for name, of in points.items()}
+
+
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The whole plan; keys are stable, new ones may be added."""
     chosen = plan.chosen
@@ -198,6 +208,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "cost": cost_json(chosen.cost) if chosen else None,
         "alternatives": [{**candidate_json(plan, a.candidate), "lost_by": a.lost_by} for a in plan.alternatives],
         "rejected": [{"layout": layout_json(r.layout), "code": r.code, "reason": r.reason} for r in plan.rejected],
+        "search": search_json(plan),
         "commands": [
             {"node": c.node, "purpose": c.purpose, "text": c.text, "env": dict(c.env), "note": c.note}
             for c in plan.commands

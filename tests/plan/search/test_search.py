@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from meshwright.plan.search.train import Found, available, search_training
 from meshwright.plan.train import plan_train
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.train_memory import train_memory
+from meshwright.report.as_json import plan_json
 from meshwright.specs.cluster import parse_cluster
 from meshwright.specs.hf.read import read_model
 from meshwright.specs.model import ModelSpec
@@ -131,6 +133,10 @@ def test_a_large_plan_says_how_large_its_space_was(large: Plan) -> None:
     assert large.layout.ep > 1
     assert large.alternatives
     assert not [r for r in large.rules if r.severity == "illegal"]
+    told_json = plan_json(large)["search"]
+    assert told_json["size"] == large.searched.size
+    assert told_json["best"][0]["layout"]["text"] == str(large.searched.best[0].layout)
+    assert json.loads(json.dumps(told_json))["costed"] == large.searched.costed
     assert place(large.spec, large.layout, engines.profile("meshwright"))
 
 
