@@ -5,11 +5,12 @@ Per micro-batch and stage, one after the other:
     products   FLOPs / (peak e), e = e0 / (1 + G P (1/m + 1/n + 1/k)), P the peak in PFLOP/s: the shape term is the
                bytes of the operands beside the FLOPs (1/m + 1/n + 1/k bytes a FLOP in 16 bit)
     cores      FLOPs / (peak e), the backward of attention 2.5 times the forward (counted so)
-    the rest   bytes of norms and losses, inputs and outputs of products read and written once more by what lies
-               between them, at 80 % of the memory bandwidth; launches
+    the rest   bytes of norms and losses, inputs and outputs of products passed by what lies between them, at 80 % of
+               the memory bandwidth; the host's launches beside all that
     wires      collectives of tp, cp and ep, the share of each that is not hidden
 
-The pipeline stretches the slowest stage by its bubble (closed form; split backwards are simulated). Gradients and
+The pipeline stretches the slowest stage by its bubble: a closed form where stages are equal, else the simulated table
+of the schedule. Gradients and
 parameters run beside the compute of one micro-batch, or of every one where FSDP gathers and ZeRO-2 reduces each time;
 what takes longer is exposed, and so is one unit of it. The optimizer comes last. Constants, their priors and the rows
 that they were fitted on: ``constants/training_time.json``, ``bench/fit_training_time.py``.
