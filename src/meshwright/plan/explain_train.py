@@ -69,9 +69,16 @@ def searched_reasons(found: Found | None) -> tuple[Reason, ...]:
         return ()
     text = (
         f"searched: {found.size:,} layouts; {found.illegal:,} the engine refuses, {found.unfit:,} do not fit, "
-        f"{found.costed:,} were costed; {len(found.pareto)} are not beaten in both speed and free memory"
+        + (f"{found.uneven:,} cut unevenly and were left out, " if found.uneven else "")
+        + f"{found.costed:,} were costed; {len(found.pareto)} are not beaten in both speed and free memory"
     )
-    numbers = {"space": found.size, "illegal": found.illegal, "unfit": found.unfit, "costed": found.costed}
+    numbers = {
+        "space": found.size,
+        "illegal": found.illegal,
+        "uneven": found.uneven,
+        "unfit": found.unfit,
+        "costed": found.costed,
+    }
     return (Reason("space", text, {name: float(n) for name, n in numbers.items()}),)
 
 

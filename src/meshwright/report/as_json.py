@@ -161,7 +161,7 @@ def search_json(plan: Plan) -> dict[str, Any] | None:
     found = plan.searched
     if found is None:
         return None
-    counts = {"size": found.size, "illegal": found.illegal, "unfit": found.unfit, "costed": found.costed}
+    counts = {name: getattr(found, name) for name in ("size", "illegal", "uneven", "unfit", "costed")}
     points = {"pareto": found.pareto, "best": found.best}
     return counts | {name: [{**plain(p), "layout": layout_json(p.layout)} for p in of] for name, of in points.items()}
 

@@ -23,6 +23,7 @@ from meshwright.plan.train import plan_train
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.train_memory import train_memory
 from meshwright.report.as_json import plan_json
+from meshwright.specs.build import decoder
 from meshwright.specs.cluster import parse_cluster
 from meshwright.specs.hf.read import read_model
 from meshwright.specs.model import ModelSpec
@@ -74,7 +75,7 @@ def test_stages_and_nodes_are_aligned() -> None:
 
 def test_counts_add_up_and_the_best_is_the_fastest_of_its_step() -> None:
     found = search(MIXTURE)
-    assert found.size == found.illegal + found.unfit + found.costed
+    assert found.size == found.illegal + found.uneven + found.unfit + found.costed
     assert found.costed > 1000
     fastest = max(p.tokens_per_s_device for p in found.pareto)
     assert found.best[0].tokens_per_s_device > 0.98 * fastest
@@ -106,6 +107,24 @@ def test_points_fit_as_they_say_with_the_least_recompute() -> None:
 def test_a_mode_that_the_user_named_is_kept() -> None:
     found = search(DENSE, replace(WORK, recompute="full"), recompute_fixed=True)
     assert {p.recompute for p in found.best} == {"full"}
+
+
+def test_uneven_shares_are_counted_apart() -> None:
+    """A vocabulary that tp does not divide: our runtime deals it unevenly, the tables hold only equal ranks."""
+    odd = decoder(hidden=1024, layers=8, heads=16, kv_heads=4, ffn=4096, vocab=50257, tied=False, name="odd")
+    even = decoder(hidden=1024, layers=8, heads=16, kv_heads=4, ffn=4096, vocab=50304, tied=False, name="even")
+    found = search(odd)
+    assert found.uneven > 0
+    assert {p.layout.tp for p in found.pareto} == {1}
+    assert search(even).uneven == 0
+
+
+def test_a_cluster_without_a_whole_split_has_no_space() -> None:
+    cluster = parse_cluster("3x8xH100-SXM@ib-400g")
+    work = Train(seq=4096, global_batch=1)
+    found = search_training(DENSE, cluster, work, engines.profile("meshwright"), TrainEngine())
+    assert not found.best
+    assert found.costed == 0
 
 
 def test_what_cannot_be_asked_is_left_to_the_search_row_by_row() -> None:

@@ -98,6 +98,8 @@ def space(spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
     import numpy as np
 
     own = list(bases(spec, cluster, work))
+    if not own:
+        return Space(Columns(*(np.zeros(0, dtype=np.int64) for _ in fields(Columns))), 0, 0)
     experts = [(ep, etp, sp) for ep, etp in expert_rows(spec) for sp in (0, 1)]
     small = [(etp, sp) == (0, 0) for _, etp, sp in experts]  # with tp 1 there is nothing else to choose
     steps = [(SCHEDULES.index(name), v, b) for name, v in SCHEDULED for b in MICRO_BATCHES]

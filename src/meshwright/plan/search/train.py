@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshwright.plan.search import legal
@@ -48,14 +48,16 @@ class Found:
     """What a search found.
 
     Attributes:
-        size, illegal, unfit, costed: layouts of the space (recompute left out), refused by the engine or without a
-            table of their schedule, too large for a device, costed.
+        size, illegal, uneven, unfit, costed: layouts of the space (recompute left out), refused by the engine or
+            without a table of their schedule, left out because ranks of a stage hold unequal shares, too large for a
+            device, costed.
         best: most promising first, at most ``keep``, one for every (tp, pp, cp, ep, etp, zero).
         pareto: tokens/s/device against free memory, fastest first.
     """
 
     size: int
     illegal: int
+    uneven: int
     unfit: int
     costed: int
     best: tuple[Point, ...]
@@ -90,26 +92,26 @@ def search_training(
 
     whole = space(spec, cluster, work, profile)
     coster = Coster(spec, profile, cluster, work, engine)
-    x = whole.legal.take(coster.scheduled(whole.legal))
+    runs = whole.legal.take(coster.scheduled(whole.legal))
+    x = runs.take(coster.even(runs))
+    counts = Found(whole.size, whole.size - len(runs), len(runs) - len(x), len(x), 0, (), ())
+    if not len(x):
+        return counts
     modes = [MODES.index(work.recompute)] if recompute_fixed else list(range(len(MODES)))
     need = coster.memory(x)[modes]
     fits = need <= cluster.device.memory_bytes
-    alike = fits.any(axis=0)
-    if len(x):
-        alike &= coster.even(x)
-    rows = np.flatnonzero(alike)
-    mode = np.array(modes)[fits[:, rows].argmax(axis=0)] if len(rows) else rows
-    free = cluster.device.memory_bytes - need[fits[:, rows].argmax(axis=0), rows] if len(rows) else need[0, :0]
-    y = x.take(rows)
-    found = Found(whole.size, whole.size - len(x), len(x) - len(rows), len(rows), (), ())
+    rows = np.flatnonzero(fits.any(axis=0))
     if not len(rows):
-        return found
+        return counts
+    least = fits[:, rows].argmax(axis=0)
+    mode, free = np.array(modes)[least], cluster.device.memory_bytes - need[least, rows]
+    y = x.take(rows)
     cost = coster.cost(y, mode)
     order = ranked(y, cost["tokens_per_s"])
     points = _Points(y, mode, cost, free, int(order[0]), cluster.devices)
     best = [points.at(i) for i in _distinct(y, order, keep)]
     pareto = [points.at(int(i)) for i in front(cost["tokens_per_s"], -free)]
-    return Found(found.size, found.illegal, found.unfit, found.costed, tuple(best), tuple(pareto))
+    return replace(counts, unfit=len(x) - len(rows), costed=len(rows), best=tuple(best), pareto=tuple(pareto))
 
 
 def ranked(x: Columns, tokens_per_s: Floats) -> Ints:
