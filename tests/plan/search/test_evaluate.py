@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from meshwright.plan.search.columns import MODES, Columns
+from meshwright.plan.search.columns import MODES, SCHEDULES, Columns
 from meshwright.plan.search.evaluate import Coster
 from meshwright.plan.search.step import Group
 from meshwright.plan.train_cost import train_cost
@@ -60,7 +61,7 @@ def test_cost_equals_the_row_ledger(spec: ModelSpec, engine: str, on: str) -> No
 @pytest.mark.parametrize(("spec", "engine", "on"), ENGINES, ids=named)
 def test_cost_of_ten_thousand_layouts_equals_the_row_ledger(spec: ModelSpec, engine: str, on: str) -> None:
     c, x = coster(spec, on, Train(seq=4096, global_batch=128), engine)
-    assert worst_error(c, x, sample(x, 1700, seed=1)) < 1e-9
+    assert worst_error(c, x, sample(x, 2000, seed=1)) < 1e-9
 
 
 def test_a_wrong_wire_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,3 +118,22 @@ def test_the_fullest_stage_may_be_an_inner_one() -> None:
     every = train_memory(spec, layout, cluster, work)
     assert few.worst.total_bytes == every.worst.total_bytes
     assert every.worst.coordinate.pp == 2
+
+
+def test_no_other_stage_is_fuller() -> None:
+    """What a search looks at holds the fullest rank of all stages, whatever the schedule and the mix of layers."""
+    cluster, rng = parse_cluster("256x8xH100-SXM@ib-400g"), random.Random(0)
+    for spec in (read_model("deepseek-v3"), MIXTURE):
+        for _ in range(25):
+            schedule = rng.choice(SCHEDULES)
+            layout = Layout(
+                pp=rng.choice([2, 4, 8, 12]),
+                dp=rng.choice([2, 8, 16]),
+                zero=rng.choice([0, 1, 3]),
+                schedule=schedule,
+                virtual=2 if schedule == "interleaved" else 1,
+            )
+            batch = layout.dp * rng.choice([1, 4, 16, 24])
+            work = Train(seq=4096, global_batch=batch, recompute=rng.choice(MODES))
+            few = train_memory(spec, layout, cluster, work, few=True).worst.total_bytes
+            assert few == train_memory(spec, layout, cluster, work).worst.total_bytes, str(layout)
