@@ -109,10 +109,11 @@ def _pipeline(spec: ModelSpec, work: Train, chosen: Candidate) -> Reason:
     sizes = sorted({len(s.layers) for s in chosen.placement.stages})
     layers = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     handed = layout.micro_batch * work.seq * spec.hidden * 2
+    named = f" (schedule {layout.schedule})" if layout.schedule != "1f1b" else ""
     simulated = layout.schedule == "zbv" and m < 2 * layout.pp
     form = "by its table" if simulated else f"= (p-1)/({bubble_parts(layout, m)[1]}+p-1)"
     text = (
-        f"PP {layout.pp} hands {binary(handed)} a micro-batch over each boundary; {m:,} micro-batches leave a "
+        f"PP {layout.pp}{named} hands {binary(handed)} a micro-batch over each boundary; {m:,} micro-batches leave a "
         f"bubble of {chosen.cost.bubble:.1%} {form}; {layers} layers a stage"
     )
     return Reason("pipeline", text, {"bubble": chosen.cost.bubble, "micro_batches": float(m)})

@@ -146,6 +146,8 @@ def test_a_large_plan_says_how_large_its_space_was(large: Plan) -> None:
     assert large.searched is not None
     told = next(r for r in large.reasons if r.code == "space")
     assert f"{large.searched.size:,} layouts" in told.text
+    assert large.layout is not None
+    assert large.layout.schedule in next(r.text for r in large.reasons if r.code == "pipeline")
     assert large.searched.size > 100_000
     assert large.layout is not None
     assert large.layout.pp > 1
