@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from meshwright import engines
 from meshwright.plan.plan import Plan
 from meshwright.plan.search.columns import MODES
 from meshwright.plan.search.pareto import front
-from meshwright.plan.search.space import bases, space
+from meshwright.plan.search.space import MICRO_BATCHES, SCHEDULED, bases, expert_rows, space
 from meshwright.plan.search.train import Found, available, search_training
 from meshwright.plan.train import plan_train
 from meshwright.plan.train_engine import TrainEngine
@@ -26,6 +27,7 @@ from meshwright.report.as_json import plan_json
 from meshwright.specs.build import decoder
 from meshwright.specs.cluster import parse_cluster
 from meshwright.specs.hf.read import read_model
+from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.placement import place
 from meshwright.specs.workload import Train
@@ -63,6 +65,33 @@ def test_every_layout_of_the_space_is_legal_and_uses_the_cluster(spec: ModelSpec
         assert not [r for r in profile.check(spec, layout, NODES, WORK) if r.severity == "illegal"]
     every = {found.legal.layout(i) for i in range(len(found.legal))}
     assert len(every) == len(found.legal), "no layout twice"
+
+
+@pytest.mark.parametrize("engine", ["meshwright", "megatron", "torchtitan"])
+def test_no_legal_layout_of_the_space_is_lost(engine: str) -> None:
+    """Layouts drawn from the axes at random: those that the engine takes are in the space."""
+    spec = decoder(
+        hidden=2048, layers=24, heads=16, kv_heads=4, ffn=8192, vocab=64000, tied=False,
+        experts=16, topk=2, moe_ffn=1026, name="narrow experts",
+    )  # fmt: skip
+    profile, rng = engines.profile(engine), random.Random(11)
+    legal = space(spec, NODES, WORK, profile).legal
+    known, tried = {legal.layout(i) for i in range(len(legal))}, 0
+    every = list(bases(spec, NODES, WORK))
+    for _ in range(6000):
+        at, (schedule, virtual) = rng.choice(every), rng.choice(SCHEDULED)
+        ep, etp = rng.choice(expert_rows(spec))
+        if at.pp == 1:
+            schedule, virtual = "1f1b", 1
+        layout = Layout(
+            tp=at.tp, pp=at.pp, dp=at.dp, cp=at.cp, ep=ep, etp=etp or None if at.tp > 1 else None,
+            sp=at.tp > 1 and rng.random() < 0.8, zero=rng.choice([0, 1, 2, 3]) if at.dp * at.cp > 1 else 0,
+            schedule=schedule, virtual=virtual, micro_batch=rng.choice(MICRO_BATCHES),
+        )  # type: ignore[arg-type] # fmt: skip
+        if not [r for r in profile.check(spec, layout, NODES, WORK) if r.severity == "illegal"]:
+            tried += 1
+            assert layout in known, str(layout)
+    assert tried > 50
 
 
 def test_stages_and_nodes_are_aligned() -> None:
@@ -120,9 +149,10 @@ def test_uneven_shares_are_counted_apart() -> None:
 
 
 def test_a_cluster_without_a_whole_split_has_no_space() -> None:
-    cluster = parse_cluster("3x8xH100-SXM@ib-400g")
-    work = Train(seq=4096, global_batch=1)
-    found = search_training(DENSE, cluster, work, engines.profile("meshwright"), TrainEngine())
+    """24 devices, one sequence, two layers, one head: nothing takes the factor 3 but replicas without a sequence."""
+    tiny = decoder(hidden=64, layers=2, heads=1, kv_heads=1, ffn=64, vocab=64, tied=False, name="tiny")
+    cluster, work = parse_cluster("3x8xH100-SXM@ib-400g"), Train(seq=4096, global_batch=1)
+    found = search_training(tiny, cluster, work, engines.profile("meshwright"), TrainEngine())
     assert not found.best
     assert found.costed == 0
 

@@ -92,8 +92,8 @@ def expert_rows(spec: ModelSpec) -> list[tuple[int, int]]:
 def space(spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile) -> Space:
     """Every layout of the space that the engine takes.
 
-    Rules are asked part by part first (experts; ZeRO; schedule and micro-batch), so that whole blocks fall at once, and
-    again for what is left.
+    What experts and batches forbid whatever the rest is falls first and as whole blocks; every rule is asked for what
+    is left.
     """
     import numpy as np
 
@@ -119,9 +119,10 @@ def space(spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
     # FSDP shards as widely as it can here, because some engines lay experts inside the sharded group.
     takes_experts = ask(a, ep=tiled[0], etp=tiled[1], sp=tiled[2], zero=np.full(len(own) * a, 3))
     takes_experts &= np.array(small) | (base[:, :1] > 1)
-    stepped = [np.tile(np.array(column, dtype=np.int64), len(own)) for column in zip(*steps, strict=True)]
-    takes_steps = ask(c, schedule=stepped[0], virtual=stepped[1], micro_batch=stepped[2])
-    takes_steps &= (base[:, 1:2] > 1) | (stepped[0].reshape(len(own), c) == SCHEDULES.index("1f1b"))
+    runs = np.array(steps)
+    # Schedules with several chunks need stages; the engine's own rules on schedules are asked below.
+    takes_steps = work.global_batch % (base[:, 3:] * runs[:, 2]) == 0
+    takes_steps &= (base[:, 1:2] > 1) | (runs[:, 0] == SCHEDULES.index("1f1b"))
     parts, size = [], 0
     for number, at in enumerate(own):
         ranks = at.dp * at.cp
@@ -137,7 +138,7 @@ def space(spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
         if not len(e) or not len(s):
             continue
         i, j, k = (x.ravel() for x in np.meshgrid(e, np.arange(len(zeros)), s, indexing="ij"))
-        ez, zz, sz = np.array(experts), np.array(zeros), np.array(steps)
+        ez, zz, sz = np.array(experts), np.array(zeros), runs
         same = (np.full(len(i), n, dtype=np.int64) for n in (at.tp, at.pp, at.dp, at.cp))
         parts.append(Columns(*same, *ez[i].T, *zz[j].T, *sz[k].T))
     found = joined(parts) if parts else Columns(*(np.zeros(0, dtype=np.int64) for _ in fields(Columns)))
