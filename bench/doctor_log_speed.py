@@ -83,7 +83,7 @@ def end_lines() -> Iterator[str]:
             "sequence id: 59958 PG status: last enqueued work: 59998, last completed work: 59957\n"
         )
         if rank == 3:
-            yield f'[rank{SILENT_RANK}]:   File "/work/loader.py", line 35, in load_batch\n'
+            yield f'[rank{SILENT_RANK}]:   File "/job/loader.py", line 35, in load_batch\n'
     yield f"[rank{SILENT_RANK}]: ValueError: empty shard\n"
 
 

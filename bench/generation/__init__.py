@@ -1,0 +1,1 @@
+"""Generation speed of the own runtime beside that of others, each a program of its own."""
