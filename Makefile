@@ -76,9 +76,13 @@ score: $(VENV)/.stamp-dev
 docs: $(VENV)/.stamp-dev
 	$(BIN)/python docs/render.py
 
-# How fast the planner itself is.
+# How fast the planner, its search, the doctor and generation are. vLLM beside us: MESHWRIGHT_VLLM_PYTHON=.../python
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python bench/speed.py
+	$(BIN)/python bench/search_speed.py --rows 500
+	$(BIN)/python bench/doctor_speed.py
+	$(BIN)/python -m bench.doctor_log_speed
+	$(BIN)/python -m bench.generation.run --rounds 1
 
 wheel: $(VENV)/.stamp-dev
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist

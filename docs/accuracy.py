@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: The files, in the order of the languages of ``accuracy.toml``.
 FILES = ("README.md", "README.zh.md")
+#: Metrics of the second table.
+TIMES = re.compile(r"tokens/s|TTFT|TPOT")
 MARKS = re.compile(r"<!-- accuracy -->\n.*?<!-- /accuracy -->", re.DOTALL)
 
 
@@ -56,15 +58,22 @@ def table(
 
     keys = {id(r): f"{r.source}: {r.metric}" for r in rows if not re.search("Megatron golden .* allocated", r.source)}
     out = [f"| {' | '.join(words['head'][language])} |", "|---|" + "--:|" * 5]
-    for spec in words["line"]:
-        chosen = [r for r in rows if re.search(spec["rows"], keys.get(id(r), ""))]
-        if chosen:
-            out.append(line(spec["name"][language], summarize(chosen)))
-    for source, names in words["names"].items():
-        if source in held_out:
-            name = words["held_out"][language].format(names[language])
-            out.append(line(name, held_out[source]["leave one model out"]))
-    missed = {key for key in keys.values() if not any(re.search(spec["rows"], key) for spec in words["line"])}
+    missed: set[str] = set()
+    for part, times in (("line", False), ("time", True)):
+        of = {key: name for key, name in keys.items() if bool(TIMES.search(name)) == times}
+        lines = []
+        for spec in words[part]:
+            chosen = [r for r in rows if re.search(spec["rows"], of.get(id(r), ""))]
+            if chosen:
+                lines.append(line(spec["name"][language], summarize(chosen)))
+        missed |= {name for name in of.values() if not any(re.search(spec["rows"], name) for spec in words[part])}
+        if times and lines:
+            out += ["", f"| {' | '.join(words['head_times'][language])} |", "|---|" + "--:|" * 5]
+        out += lines
+        for source, names in words["names"].items() if not times else ():
+            if source in held_out:
+                name = words["held_out"][language].format(names[language])
+                out.append(line(name, held_out[source]["leave one model out"]))
     if missed:
         raise ValueError(f"no line of the table sums up {', '.join(sorted(missed))}")
     return "\n".join([*out, "", words["date"][language].format(day), ""])
