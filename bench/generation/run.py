@@ -8,8 +8,10 @@ Writes ``bench/results/generation.json``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -101,13 +103,18 @@ def run(c: Contender, model: Path, runs: int) -> list[dict[str, object]]:
         return []
     words, extra = made
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            words, env={**os.environ, **extra}, stdout=said, stderr=errors, cwd=ROOT, start_new_session=True
+        )
         try:
-            code = subprocess.run(
-                words, env={**os.environ, **extra}, stdout=said, stderr=errors, timeout=TIMEOUT_S, cwd=ROOT
-            ).returncode
+            code = process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             print(f"{c.name}: not done in {TIMEOUT_S} s; what it had finished counts", file=sys.stderr)
             code = 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         said.seek(0)
         errors.seek(0)
         lines = [json.loads(line) for line in said if line.startswith('{"sequences"')]
