@@ -179,8 +179,10 @@ def test_the_file_of_a_killed_rank_ends_in_what_it_waited_for(tmp_path: Path) ->
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             time.sleep(0.5)
-            if all(written(tmp_path / f"rank{rank}.jsonl") == count for rank, count in wanted.items()):
-                break
+            files = {rank: tmp_path / f"rank{rank}.jsonl" for rank in wanted}
+            counted = all(written(files[rank]) == count for rank, count in wanted.items())
+            if counted and all('"completed"' in file.read_text(encoding="utf-8") for file in files.values()):
+                break  # what became of a call is written a moment after the call itself
     finally:
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
