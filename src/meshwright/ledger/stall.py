@@ -71,6 +71,7 @@ class _Work:
         self.p2p_rows: dict[tuple[int, int, str, int], array[int]] = {}
         self.p2p_keys: dict[tuple[int, int], list[tuple[str, int]]] = {}
         self._absence: dict[tuple[int, int, bool], tuple[tuple[int, ...], ...]] = {}
+        self._lasts: dict[int, dict[int, int | None]] = {}
         self.users: dict[int, list[int]] = {}
         for rank, rows in self.ranks.items():
             for group in {*rows.group, *rows.status}:
@@ -185,7 +186,11 @@ class _Work:
             issued, completed = self.out.issued[group], self.out.completed[group]
             members = self.lanes.members[group] or tuple(sorted(issued))
             stale = set(self.out.stale)
-            last = {m: None if m in stale else issued.get(m, self._never(m)) for m in members}
+            last = self._lasts.get(group)
+            if last is None:
+                last = self._lasts[group] = {
+                    m: None if m in stale else issued[m] if m in issued else self._never(m) for m in members
+                }
             unknown = tuple(m for m, n in last.items() if n is None)
             lacking = tuple(m for m, n in last.items() if n is not None and n < seq)
             done = tuple(m for m in members if m not in stale and completed.get(m, -1) >= seq)
