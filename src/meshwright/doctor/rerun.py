@@ -21,7 +21,8 @@ class Outcome:
     """What became of the run.
 
     Attributes:
-        same: the shared beginning ended on both ranks, and then not both came to their end.
+        same: the shared beginning ended (on one rank, while the other was in its last act at least), and then not both
+            ranks came to their end.
         stopped: number of the act at which each rank stopped, None where it came to its end or never began.
         says: for people, one line.
     """
@@ -67,7 +68,8 @@ def judge(out: str, program: Program, errors: str = "") -> Outcome:
         last = (errors.strip().splitlines() or ["no output"])[-1][:200]
         return Outcome(False, (None, None), f"the reproduction did not start: {last}")
     stopped = tuple(None if rank in finished else began[rank] for rank in (0, 1))
-    through = all(ended.get(rank, -1) >= program.shared - 1 for rank in (0, 1))
+    alike = program.shared - 1  # a rank that dies right behind it may take the other's end of it along
+    through = max(ended.get(rank, -1) for rank in (0, 1)) >= alike and min(began.values()) >= alike
     same = through and len(finished) < 2
     where = " and ".join(
         f"rank {rank} at {program.acts[rank][at].op}" for rank, at in enumerate(stopped) if at is not None
