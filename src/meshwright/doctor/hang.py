@@ -8,7 +8,6 @@ Confidence is high only where nothing that is missing could turn the verdict.
 
 from __future__ import annotations
 
-import gc
 import re
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.hang_splits import odd_splits
 from meshwright.doctor.incident import Incident
 from meshwright.doctor.view import View, weak
+from meshwright.ledger.process import collector_at_rest
 
 MAX_FINDINGS = 20
 MAX_ECHOES = 6
@@ -27,17 +27,9 @@ _ADDRESS = re.compile(r"\[?(?:\d{1,3}\.){3}\d{1,3}\b.*")
 
 
 def diagnose(incident: Incident) -> list[Finding]:
-    """All findings, the cause first; never empty.
-
-    The garbage collector rests meanwhile: over millions of calls it finds nothing and takes much of the time.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    """All findings, the cause first; never empty."""
+    with collector_at_rest():
         return _diagnosed(incident)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _diagnosed(incident: Incident) -> list[Finding]:

@@ -62,23 +62,6 @@ DTYPES = {
 #: Calls that both ranks make before the divergence.
 BEFORE = 2
 
-#: Kinds that are about the order of calls, and so can be shown by a program.
-SHOWN = frozenset(
-    {
-        "wrong_op",
-        "wrong_shape",
-        "wrong_dtype",
-        "wrong_splits",
-        "skipped_call",
-        "extra_call",
-        "group_order",
-        "p2p_order",
-        "dead_rank",
-        "uneven_inputs",
-        "host_stuck",
-    }
-)
-
 
 class Act(NamedTuple):
     """One line of a rank's program: operation (or ``sleep``, ``die``), group 0 or 1, elements, type, splits, root."""
@@ -223,6 +206,7 @@ def _stays_away(pair: _Pair) -> Acts:
     return [Act("sleep")], [pair.at(pair.waiting) or pair.act(None)]
 
 
+#: What makes the acts of both ranks, by kind.
 _MAKERS: dict[str, Callable[[_Pair], Acts]] = {
     "wrong_op": _differs,
     "wrong_shape": _differs,
@@ -236,6 +220,8 @@ _MAKERS: dict[str, Callable[[_Pair], Acts]] = {
     "uneven_inputs": _stays_away,
     "host_stuck": _stays_away,
 }
+#: Kinds that are about the order of calls, and so can be shown by a program.
+SHOWN = frozenset(_MAKERS)
 
 _HEAD = '''"""Two ranks that fail as {kind}: written by meshwright doctor --reproduce. Run: python THIS_FILE
 

@@ -9,13 +9,12 @@ then one object a row with ``table`` and its fields, those that are None left ou
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.errors import InputError
+from meshwright.ledger.process import silenced
 from meshwright.ledger.schema import VERSION, Entry, Holding, Ledger, Rank
 
 #: Bounds on what is read; a ledger of a thousand ranks with every entry stays far below.
@@ -306,23 +305,10 @@ def _column_lists(path: Path, columns: dict[str, str]) -> dict[str, list[Any]]:
     return {name: table[name].to_list() for name in wanted}
 
 
-@contextmanager
-def _silenced() -> Iterator[None]:
-    """Nothing reaches the standard error meanwhile: a panic of the Rust reader would print its own backtrace."""
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)
-
-
 def _guarded(path: Path, columns: dict[str, str]) -> dict[str, list[Any]]:
     """``_column_lists`` with every failure of the parquet reader turned into an InputError."""
     try:
-        with _silenced():
+        with silenced():  # a panic of the Rust reader would print its own backtrace
             return _column_lists(path, columns)
     except (InputError, KeyboardInterrupt, SystemExit, MemoryError, GeneratorExit):
         raise

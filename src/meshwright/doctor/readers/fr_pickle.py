@@ -7,17 +7,16 @@ allocate gigabytes); tuples can not nest deep enough to overflow the stack when 
 
 from __future__ import annotations
 
-import gc
 import io
-import os
 import pickle
 import re
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 from meshwright.errors import InputError
+from meshwright.ledger.process import collector_at_rest, silenced
 
 #: Bytes of one dump that are read; 2,000 entries with C++ frames stay far below.
 MAX_DUMP_BYTES = 1 << 28
@@ -74,22 +73,6 @@ def memory_limit(extra_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-@contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
-    """Nothing reaches the standard error meanwhile: CPython itself prints when a buffer cannot be allocated."""
-    if not wanted:
-        yield
-        return
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)
-
-
 def _may_ask_for_buffers(data: bytes) -> bool:
     """Whether some byte may be the opcode of a buffer larger than the file (BYTEARRAY8)."""
     return any(int.from_bytes(m[1], "little") > len(data) for m in _BUFFER.finditer(data))
@@ -106,11 +89,12 @@ def loads(data: bytes, where: str) -> Any:
     Raises:
         InputError: not a pickle, names a class, is cut off, or unfolds beyond the limit.
     """
-    collecting = gc.isenabled()
-    gc.disable()
+    # CPython itself prints when a buffer cannot be allocated.
+    prints = len(data) < SMALL_BYTES and _may_ask_for_buffers(data)
     try:
         with (
-            _quiet(len(data) < SMALL_BYTES and _may_ask_for_buffers(data)),
+            collector_at_rest(),
+            silenced() if prints else nullcontext(),
             memory_limit(SPARE_BYTES + BYTES_PER_BYTE * len(data)),
         ):
             return _Plain(_Input(data)).load()
@@ -122,6 +106,3 @@ def loads(data: bytes, where: str) -> Any:
         raise InputError(f"{where}: nested too deeply; not a recorder's dump") from None
     except Exception as error:  # the unpickler raises whatever a broken stream leads to
         raise InputError(f"{where}: unreadable pickle ({str(error)[:80] or type(error).__name__})") from None
-    finally:
-        if collecting:
-            gc.enable()
