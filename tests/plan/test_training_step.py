@@ -269,7 +269,7 @@ def test_every_send_has_its_receive_and_every_layer_its_stage(layout: str) -> No
 
 
 def test_folded_placement_has_first_and_last_chunk_on_one_rank() -> None:
-    assert chunk_places(Layout(pp=3, virtual=2, schedule="zbv")) == [[0, 5], [1, 4], [2, 3]]
+    assert chunk_places(Layout(pp=3, virtual=2, schedule="zbv")) == [(0, 5), (1, 4), (2, 3)]
     entries = step(DENSE, "pp=4,virtual=2,schedule=zbv")
     assert {e.rank_class for e in entries if e.op in {"embedding", "loss"}} == {"pp0"}
     params = [e for e in entries if e.op == "optimizer"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from meshwright.errors import InputError
 from meshwright.ledger.schema import Entry
+from meshwright.moves.chunks import Chunk, model_chunks
 from meshwright.moves.pipeline import Action, schedule
 from meshwright.plan import data_parallel as data
 from meshwright.plan.backward import backward_ops
@@ -19,12 +20,13 @@ from meshwright.plan.data_parallel import Unit
 from meshwright.plan.forward import Emitter, embedding_ops, has_label, head_product
 from meshwright.plan.layer_ops import Context, layer_ops
 from meshwright.plan.products import Held, Kind, held
-from meshwright.plan.train_shards import train_stages
 from meshwright.plan.wire import Op, collective, compute, hand_off, ways
 from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.layout import Layout
-from meshwright.specs.placement import Coordinate, Placement, RankClass, Shard
+from meshwright.specs.placement import Coordinate, Placement, RankClass, Shard, chunk_places
 from meshwright.specs.workload import Train
+
+__all__ = ["chunk_places", "microbatches", "steps", "training_entries", "training_ops"]
 
 #: Entries that ``each=True`` may write.
 MAX_ENTRIES = 2_000_000
@@ -43,46 +45,6 @@ def microbatches(layout: Layout, train: Train) -> int:
             f"take a multiple of {step}"
         )
     return train.global_batch // step
-
-
-def chunk_places(layout: Layout) -> list[list[int]]:
-    """For every stage, the places of its chunks in the order the model runs through them."""
-    p, v = layout.pp, layout.virtual
-    if layout.schedule in {"zbv", "dualpipev"}:
-        return [[s, 2 * p - 1 - s] for s in range(p)]
-    return [[c * p + s for c in range(v)] for s in range(p)]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One model chunk of a rank: its place, layers, and the ranks (stages) before and behind it."""
-
-    place: int
-    layers: tuple[int, ...]
-    first: bool
-    last: bool
-    before: int | None
-    behind: int | None
-
-
-def _chunks(placement: Placement) -> list[list[Chunk]]:
-    layout = placement.layout
-    places = chunk_places(layout)
-    if all(len(p) == 1 for p in places):
-        layers = [[stage.layers] for stage in placement.stages]
-    else:
-        layers = [list(stage.chunks) for stage in train_stages(placement.spec, layout)]
-    owner = {place: stage for stage, own in enumerate(places) for place in own}
-    last = len(owner) - 1
-    out = []
-    for stage, own in enumerate(places):
-        row = []
-        for place, held_layers in zip(own, layers[stage], strict=True):
-            near = [owner.get(place - 1), owner.get(place + 1)]
-            before, behind = (n if n is not None and n != stage else None for n in near)
-            row.append(Chunk(place, held_layers, place == 0, place == last, before, behind))
-        out.append(row)
-    return out
 
 
 def training_entries(placement: Placement, train: Train, *, each: bool = False) -> list[Entry]:
@@ -133,7 +95,7 @@ def steps(placement: Placement, train: Train, each: bool) -> Iterator[_Step]:
         weight_dtype=train.param_dtype,
         marks=True,
     )
-    chunks = _chunks(placement)
+    chunks = model_chunks(placement)
     everywhere = _Everywhere(placement)
     backward: dict[int, list[Op]] = {}
     for rank_class in placement.classes:

@@ -304,7 +304,7 @@ def _stages(
     The embedding lies on the first stage; a tied head and the draft layers (mtp) need it on the last one too
     (vLLM v1/spec_decode: the draft shares the embedding only without pipeline stages).
     """
-    places = _chunk_places(layout)
+    places = chunk_places(layout)
     sizes = _chunk_sizes(len(spec.layers), layout, profile, places)
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     again = spec.tied or ("mtp" in sections and bool(spec.mtp_layers))
@@ -317,7 +317,7 @@ def _stages(
     return tuple(stages)
 
 
-def _chunk_places(layout: Layout) -> list[tuple[int, ...]]:
+def chunk_places(layout: Layout) -> list[tuple[int, ...]]:
     """For every stage the places of its chunks in the model.
 
     ``interleaved`` deals chunks round robin (Narayanan et al., arXiv:2104.04473, section 2.2); ``zbv`` and
