@@ -241,6 +241,9 @@ def test_scopes_nest_and_end() -> None:
         with scope(name="inner", layer=4):
             assert where()[:3] == (4, "decode", "inner")
         assert where()[:3] == (3, "decode", None)
+        with scope(fresh=True, phase="backward"):
+            assert where() == (None, "backward", None, None, None)
+        assert where()[:3] == (3, "decode", None)
     assert where() == (None,) * 5
 
 

@@ -32,10 +32,11 @@ def where() -> Where:
 class scope:
     """``with scope(phase="decode", step=4): with scope(layer=3, name="mixer output"): ...``
 
-    Fields that are not given keep the value of the scope around; leaving restores it.
+    Fields that are not given keep the value of the scope around, or are None where ``fresh`` asks for that (what runs
+    once a step may be started from within a layer's backward); leaving restores what was.
     """
 
-    __slots__ = ("_fields", "_token")
+    __slots__ = ("_fields", "_fresh", "_token")
 
     def __init__(
         self,
@@ -45,12 +46,13 @@ class scope:
         name: str | None = None,
         step: int | None = None,
         microbatch: int | None = None,
+        fresh: bool = False,
     ) -> None:
-        self._fields = Where(layer, phase, name, step, microbatch)
+        self._fields, self._fresh = Where(layer, phase, name, step, microbatch), fresh
         self._token: Token[Where] | None = None
 
     def __enter__(self) -> None:
-        o, f = _WHERE.get(), self._fields
+        o, f = _NOWHERE if self._fresh else _WHERE.get(), self._fields
         self._token = _WHERE.set(
             Where(
                 o.layer if f.layer is None else f.layer,
