@@ -1,0 +1,1 @@
+"""Training: model, optimizer, data, checkpoints, the loop."""
