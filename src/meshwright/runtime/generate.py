@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.moves.context import pieces_of, slots
-from meshwright.runtime.collectives import recv, send
 from meshwright.runtime.job import DEFAULT_BLOCK_SIZE, Sampling, check_request
 from meshwright.runtime.loads import Load
 from meshwright.runtime.mesh import Mesh
@@ -29,6 +27,7 @@ from meshwright.runtime.replicas import Replicas
 from meshwright.runtime.sampling import Sampler
 from meshwright.runtime.scope import scope
 from meshwright.runtime.serve.cache import Batch, PagedCache, blocks_for
+from meshwright.runtime.serve.stage import StageRunner
 from meshwright.specs.shares import part
 
 
@@ -131,46 +130,6 @@ class _Tokens:
             self.store.delete_key(f"{self.base}/empty")
 
 
-class _Pipeline:
-    """Runs passes on this rank's stage; sends do not wait, so that stages overlap."""
-
-    def __init__(self, mesh: Mesh, decoder: Decoder, cache: PagedCache, in_flight: int) -> None:
-        self.mesh, self.decoder, self.cache = mesh, decoder, cache
-        self.group = mesh.group("pp")
-        self.in_flight = in_flight
-        self.sending: deque[tuple[dist.Work | None, Tensor]] = deque()
-
-    def run(self, batch: Batch) -> Tensor | None:
-        """One pass; logits of the sampled rows on the last stage's tp place 0, if there are any."""
-        d, stage = self.decoder, self.group.index
-        d.edges.begin(batch.tokens)
-        if d.first:
-            x_TD = d.embed(batch.ids_T)
-        else:
-            shape = (d.edges.held(batch.tokens), self.mesh.placement.spec.hidden)
-            with scope(name="hidden states"):
-                x_TD = recv(shape, d.dtype, self.mesh.device, self.group, stage - 1)
-        x_TD = d.stage(x_TD, batch, self.cache)
-        if not d.last:
-            self.drain(self.in_flight - 1)
-            with scope(name="hidden states"):
-                self.sending.append((send(x_TD, self.group, stage + 1), x_TD))
-            return None
-        return d.logits(d.ends(x_TD, batch)) if batch.sampled.numel() else None
-
-    def idle(self) -> Tensor | None:
-        """A pass without tokens: nothing is handed on and nothing sampled."""
-        self.decoder.idle()
-        return None
-
-    def drain(self, keep: int = 0) -> None:
-        """Wait for the oldest sends until at most ``keep`` are under way."""
-        while len(self.sending) > keep:
-            work, _ = self.sending.popleft()
-            if work is not None:
-                work.wait()
-
-
 def generate(
     mesh: Mesh,
     decoder: Decoder,
@@ -214,7 +173,7 @@ def generate(
     source = decoder.last and mesh.group("tp").index == mesh.group("cp").index == 0
     out = Generation({i: [] for i in range(low, high)}, kv_cache_bytes=cache.nbytes)
     tokens, kept = _Tokens(mesh, source), {i: list[Tensor]() for i in range(low, high)}
-    pipeline = _Pipeline(mesh, decoder, cache, len(groups))
+    pipeline = StageRunner(mesh, decoder, cache, len(groups))
     sampler = Sampler(sampling or Sampling())
     turn = deque(groups)
     with torch.inference_mode():

@@ -38,17 +38,26 @@ class Scores:
 
 
 def attend(q_THd: Tensor, layer: int, batch: Batch, cache: PagedCache, how: Scores) -> Tensor:
-    """Causal attention of every token to its own sequence's cache (the pass is written already): ``(T, H d)``."""
-    if max(batch.lengths) == 1:
-        k_BSKd, v_BSKd = cache.read(layer, batch.table_BM, max(batch.contexts))
-        return decode(q_THd, k_BSKd, v_BSKd, batch, how)
-    out = []
-    start = 0
-    for row, (length, context) in enumerate(zip(batch.lengths, batch.contexts, strict=True)):
-        k, v = cache.read(layer, batch.table_BM[row], context)
-        out.append(one(q_THd[start : start + length], k, v, how))
-        start += length
-    return torch.cat(out).flatten(1)
+    """Causal attention of every token to its own sequence's cache (the pass is written already): ``(T, H d)``.
+
+    Sequences of one token that stand before all others are decoded together.
+    """
+    ones = next((row for row, length in enumerate(batch.lengths) if length > 1), len(batch.lengths))
+    if ones == len(batch.lengths):
+        return _decoded(q_THd, layer, batch, cache, how)
+    out = [_decoded(q_THd[:ones], layer, batch.first(ones), cache, how)] if ones else []
+    start = ones
+    for row in range(ones, len(batch.lengths)):
+        k, v = cache.read(layer, batch.table_BM[row], batch.contexts[row])
+        out.append(one(q_THd[start : start + batch.lengths[row]], k, v, how).flatten(1))
+        start += batch.lengths[row]
+    return torch.cat(out)
+
+
+def _decoded(q_BHd: Tensor, layer: int, batch: Batch, cache: PagedCache, how: Scores) -> Tensor:
+    """A batch of one token a sequence."""
+    k_BSKd, v_BSKd = cache.read(layer, batch.table_BM, max(batch.contexts))
+    return decode(q_BHd, k_BSKd, v_BSKd, batch, how)
 
 
 def one(q_THd: Tensor, k_SKd: Tensor, v_SKd: Tensor, how: Scores) -> Tensor:

@@ -8,7 +8,7 @@ width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,16 @@ class Batch:
     def stored(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Of values for every row those that this rank caches."""
         return values if self.rows is None else tuple(x[self.rows] for x in values)
+
+    def first(self, count: int) -> Batch:
+        """The first sequences alone, each of one token."""
+        return replace(
+            self,
+            positions_T=self.positions_T[:count],
+            lengths=self.lengths[:count],
+            contexts=self.contexts[:count],
+            table_BM=self.table_BM[:count],
+        )
 
     @property
     def tokens(self) -> int:
@@ -103,6 +113,16 @@ class CacheShape(NamedTuple):
     heads: int
     key: int
     value: int
+
+
+class Planned(NamedTuple):
+    """Tokens of one sequence in a planned pass; ``start``: position of the first; ``wanted``: choose the next."""
+
+    sequence: int
+    start: int
+    tokens: Sequence[int]
+    table: Sequence[int]
+    wanted: bool
 
 
 class PagedCache:
@@ -188,6 +208,35 @@ class PagedCache:
             self.tensor([end for end, want in zip(ends, wanted, strict=True) if want]),
             phase,
             tuple(sequence for sequence, _ in parts),
+        )
+
+    def planned(self, rows: Sequence[Planned]) -> Batch:
+        """Lay out one pass whose blocks a scheduler has dealt; rows of one token first.
+
+        The cache's own tables stay as they are: who plans keeps them.
+        """
+        size = self.block_size
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        ends: list[int] = []
+        for row in rows:
+            stop = row.start + len(row.tokens)
+            ids += row.tokens
+            positions += range(row.start, stop)
+            slots += [row.table[p // size] * size + p % size for p in range(row.start, stop)]
+            ends.append(len(ids) - 1)
+        wide = max(len(row.table) for row in rows)
+        return Batch(
+            self.tensor(ids),
+            self.tensor(positions),
+            self.tensor(slots),
+            tuple(len(row.tokens) for row in rows),
+            tuple(row.start + len(row.tokens) for row in rows),
+            self.tensor([[*row.table, *[0] * (wide - len(row.table))] for row in rows]),
+            self.tensor([end for row, end in zip(rows, ends, strict=True) if row.wanted]),
+            "decode" if all(len(row.tokens) == 1 for row in rows) else "prefill",
+            tuple(row.sequence for row in rows),
         )
 
     def tensor(self, values: object) -> Tensor:
