@@ -110,11 +110,6 @@ def _ranges(start: int, stop: int, held: Intervals) -> Iterator[tuple[int, int, 
         base += high - low
 
 
-def covers(want: Box, stored: Sequence[Box]) -> bool:
-    """Whether stored boxes, which must not overlap each other, hold every element of a box."""
-    return sum(met.numel for box in stored if (met := want.overlap(box)) is not None) == want.numel
-
-
 def disjoint(boxes: Sequence[Box]) -> bool:
     """Whether no two boxes meet, by a sweep along the first dimension."""
     if not boxes or not boxes[0].start:

@@ -27,7 +27,7 @@ job = json.load(sys.stdin)
 try:
     from tokenizers import Tokenizer
     tokenizer = Tokenizer.from_file(job["file"])
-    out = [tokenizer.encode(text).ids for text in job["texts"]]
+    out = [tokenizer.encode(text, add_special_tokens=job["special"]).ids for text in job["texts"]]
     out += [tokenizer.decode(ids) for ids in job["ids"]]
 except BaseException as error:
     print(json.dumps({"error": str(error)[:80]}))
@@ -41,13 +41,15 @@ def usable(folder: Path) -> bool:
     return (folder / FILE).is_file() and importlib.util.find_spec("tokenizers") is not None
 
 
-def encode(folder: Path, texts: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[list[int]]:
-    """Token ids of every text.
+def encode(
+    folder: Path, texts: Sequence[str], timeout_s: float = TIMEOUT_S, *, special: bool = True
+) -> list[list[int]]:
+    """Token ids of every text; ``special``: with the tokens that the tokenizer puts around a prompt.
 
     Raises:
         InputError: no usable tokenizer, or one that fails or is too slow on a text.
     """
-    return list(_apart(folder, timeout_s, texts=list(texts), ids=[]))
+    return list(_apart(folder, timeout_s, texts=list(texts), ids=[], special=special))
 
 
 def decode(folder: Path, ids: Sequence[Sequence[int]], timeout_s: float = TIMEOUT_S) -> list[str]:
@@ -56,7 +58,7 @@ def decode(folder: Path, ids: Sequence[Sequence[int]], timeout_s: float = TIMEOU
     Raises:
         InputError: as ``encode``.
     """
-    return list(_apart(folder, timeout_s, texts=[], ids=[list(row) for row in ids]))
+    return list(_apart(folder, timeout_s, texts=[], ids=[list(row) for row in ids], special=True))
 
 
 def _apart(folder: Path, timeout_s: float, **work: Any) -> Any:
