@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.errors import InputError
+from meshwright.specs.placement import Placement
 from meshwright.specs.shares import part
+
+
+def replicas_meet(placement: Placement) -> bool:
+    """Whether tokens of several replicas meet at the experts, so that the replicas must walk their passes in step."""
+    layout, grid = placement.layout, placement.cuts.grid
+    return placement.spec.moe is not None and grid.ep > 1 and grid.ep * grid.etp > layout.tp * layout.cp
 
 
 @lru_cache(maxsize=1 << 10)

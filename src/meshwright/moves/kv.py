@@ -148,7 +148,7 @@ def held_by(placement: Placement, pieces: Sequence[Piece], replica: int = 0) -> 
     for rank in range(layout.world):
         at = placement.coordinate(rank)
         if at.dp == replica:
-            holders.append(Holder(rank, _heads(placement, rank), runs[at.cp]))
+            holders.append(Holder(rank, kv_heads(placement, rank), runs[at.cp]))
     return holders
 
 
@@ -164,7 +164,7 @@ def _runs(positions: Sequence[int]) -> Iterator[Slots]:
         first = slot
 
 
-def _heads(placement: Placement, rank: int) -> dict[int, Heads]:
+def kv_heads(placement: Placement, rank: int) -> dict[int, Heads]:
     """Absolute KV heads of every layer that a rank caches."""
     found: dict[int, Heads] = {}
     for shard in placement.shards(placement.coordinate(rank)):
@@ -180,6 +180,19 @@ def _heads(placement: Placement, rank: int) -> dict[int, Heads]:
                 low, high = shard.intervals[0][0]
                 found[layer] = Heads(low // a.head_dim, high // a.head_dim)
     return dict(sorted(found.items()))
+
+
+def head_widths(placement: Placement, layer: int) -> tuple[int, int]:
+    """Elements of a key and of a value of one head of a layer; of the latent and the turned key where it has these."""
+    a = placement.spec.layers[layer].attention
+    assert a is not None
+    return (a.kv_lora_rank, a.rope_head_dim) if a.kind == "mla" else (a.head_dim, a.v_head_dim)
+
+
+def token_elements(placement: Placement, rank: int) -> int:
+    """Elements that one token takes in the cache of a rank, all its layers together."""
+    held = kv_heads(placement, rank)
+    return sum((high - low) * sum(head_widths(placement, layer)) for layer, (low, high) in held.items())
 
 
 def messages(sources: Sequence[Holder], targets: Sequence[Holder], first: int = 0) -> list[Message]:

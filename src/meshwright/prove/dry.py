@@ -21,10 +21,10 @@ from typing import Any
 from meshwright import engines
 from meshwright.errors import IllegalLayoutError, InputError
 from meshwright.ledger.compare import compare, merged
+from meshwright.moves.expert import replicas_meet
 from meshwright.prove import proof as proofs
 from meshwright.prove.predict import ENGINE, Request, converted, predict_apart
 from meshwright.prove.proof import Check, Proof, bytes_check, ledger_checks, timed
-from meshwright.prove.routing import meet
 from meshwright.runtime.dryrun import MAX_WORLD, MODULES, DryJob, DryRank, run_dry
 from meshwright.runtime.launch.local import RankError, run_local, start_server
 from meshwright.runtime.models.settings import Settings, check_runnable, read_settings
@@ -182,7 +182,7 @@ def distinct(placement: Placement) -> tuple[int, ...]:
     for c in placement.classes:
         ring = placement.group("cp", c.coordinate) if layout.cp > 1 and layout.cp_kind != "ulysses" else (c.first_rank,)
         out |= {c.first_rank, *ring}
-        if meet(placement):
+        if replicas_meet(placement):
             out.add(placement.group("ep", c.coordinate)[-1])
     return tuple(sorted(out))
 

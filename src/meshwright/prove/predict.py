@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,11 @@ from meshwright.ledger import store
 from meshwright.ledger.compare import HAND_OFFS
 from meshwright.ledger.schema import Entry, Holding, Ledger, Rank
 from meshwright.moves.context import neighbours, pieces_of, slots
+from meshwright.moves.expert import replicas_meet
 from meshwright.plan.forward import forward_entries, rank_entries
 from meshwright.plan.products import Kind, held
 from meshwright.prove.passes import batch_of, passes
-from meshwright.prove.routing import Routes, meet, read_routing, walks
+from meshwright.prove.routing import Routes, read_routing, walks
 from meshwright.specs.dtypes import size_bytes
 from meshwright.specs.hf.read import model_from_config
 from meshwright.specs.hf.resolve import resolve
@@ -154,7 +155,7 @@ def rank_by_rank(placement: Placement, request: Request, ledger: Ledger) -> Ledg
     settings = ServeSettings(dtype=request.dtype, kv_dtype=request.dtype)
     chosen = read_routing(request.routing) if request.routing is not None else None
     lengths = [n for replica in range(layout.dp) for n in request.lengths_of(replica)]
-    wanted, together = request.micro_batches or layout.pp, meet(placement)
+    wanted, together = request.micro_batches or layout.pp, replicas_meet(placement)
     walked: dict[int, list[Routes]] = {}
     for rank in range(layout.world) if request.ranks is None else request.ranks:
         at, name = placement.coordinate(rank), f"rank{rank}"
@@ -228,10 +229,19 @@ def predict_apart(request: Request, path: Path, timeout_s: float = 120.0) -> Led
     Raises:
         InputError: the prediction failed; its message. IllegalLayoutError does not come here: judge legality before.
     """
-    job = json.dumps({"request": asdict(request), "path": str(path)})
+    return run_apart(APART, asdict(request), path, timeout_s)
+
+
+def run_apart(program: str, request: Mapping[str, Any], path: Path, timeout_s: float) -> Ledger:
+    """Run a program that begins as ``APART`` does on a request, and read the ledger that it wrote.
+
+    Raises:
+        InputError: it failed or was too late.
+    """
+    job = json.dumps({"request": request, "path": str(path)})
     try:
         done = subprocess.run(
-            [sys.executable, "-c", APART], input=job, capture_output=True, text=True, timeout=timeout_s
+            [sys.executable, "-c", program], input=job, capture_output=True, text=True, timeout=timeout_s
         )
     except subprocess.TimeoutExpired:
         raise InputError(f"the prediction took longer than {timeout_s:g} s; give it more with --timeout") from None
@@ -243,10 +253,14 @@ def predict_apart(request: Request, path: Path, timeout_s: float = 120.0) -> Led
 
 def main() -> None:
     """Body of the process apart: the job comes as JSON on the standard input."""
+    answer(lambda given: predict(Request(**{**given, "lengths": tuple(given["lengths"])})))
+
+
+def answer(make: Callable[[Mapping[str, Any]], Ledger]) -> None:
+    """Read a request, make its ledger, write it and say whether torch was there; a refusal is one line and exit 1."""
     job = json.load(sys.stdin)
     try:
-        request = Request(**{**job["request"], "lengths": tuple(job["request"]["lengths"])})
-        ledger = predict(request)
+        ledger = make(job["request"])
         ledger.meta["torch"] = "imported" if "torch" in sys.modules else "could not be imported"
         store.write(ledger, job["path"])
     except MeshwrightError as error:

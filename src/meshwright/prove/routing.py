@@ -149,9 +149,3 @@ def walks(
             decoding, enters = {dp: d for dp, (d, _) in each.items()}, {dp: e for dp, (_, e) in each.items()}
             out.append(Routes(placement, step, index, enters, decoding, chosen))
     return out
-
-
-def meet(placement: Placement) -> bool:
-    """Whether tokens of several replicas meet at the experts, so that these walk in step."""
-    layout, grid = placement.layout, placement.cuts.grid
-    return placement.spec.moe is not None and grid.ep > 1 and grid.ep * grid.etp > layout.tp * layout.cp

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from meshwright.moves.expert import replicas_meet
 from meshwright.runtime.collectives import all_reduce
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.scope import scope
@@ -32,7 +33,7 @@ class Replicas:
         self.dp = dp
         runs = [range(*part(len(lengths), dp.size, place)) for place in range(dp.size)]
         self.mine = runs[dp.index]
-        self.in_step = meet(mesh)
+        self.in_step = replicas_meet(mesh.placement)
         most = max(map(len, runs)) if self.in_step else len(self.mine)
         self.count = max(1, min(wanted, most))
         self.passes = [0] * self.count
@@ -56,9 +57,3 @@ class Replicas:
             return passed < self.passes[index]
         with scope(name="sequences alive"):
             return bool(all_reduce(torch.tensor([alive], device=self.device), self.dp).item())
-
-
-def meet(mesh: Mesh) -> bool:
-    """Whether tokens of several replicas meet at the experts."""
-    layout, grid = mesh.placement.layout, mesh.placement.cuts.grid
-    return mesh.group("ep").size > 1 and grid.ep * grid.etp > layout.tp * layout.cp

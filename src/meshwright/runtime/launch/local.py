@@ -59,6 +59,7 @@ def run_local(
     *,
     port: int = 0,
     backend: str = "gloo",
+    started: Callable[[list[int]], None] | None = None,
 ) -> list[Any]:
     """Run ``target(rank, *args)`` on ``world`` ranks and return their results in rank order.
 
@@ -70,6 +71,7 @@ def run_local(
         timeout_s: bound on the whole call and on every collective in it.
         port: of the rendezvous store on loopback; 0: a free one.
         backend: of torch.distributed.
+        started: is told the process ids of the ranks, by rank.
 
     Raises:
         RankError: a rank failed, was killed, or had no result in time. All ranks are ended by then.
@@ -88,6 +90,8 @@ def run_local(
             process.start()
             theirs.close()
             ranks.append(_Rank(number, process, ours))
+        if started is not None:
+            started([rank.process.pid or 0 for rank in ranks])
         _collect(ranks, began + timeout_s)
         _raise_first(ranks, timeout_s)
         return [rank.result for rank in ranks]

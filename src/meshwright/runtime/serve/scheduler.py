@@ -49,7 +49,7 @@ class Line:
     Attributes:
         number: of the sequence. prompt: token ids. new: those generated.
         sampling: how tokens are chosen. most: at most so many new ones. eos: ids that end it. logprobs: how many
-            likeliest tokens are told with each, None: not even its own.
+            likeliest tokens are told with each, None: not even its own. bias: added to logits, by token.
         table: its blocks. cached: tokens whose keys and values they hold. names: digests of its full blocks.
         busy: it is in a pass under way. gone: its client left meanwhile. ended: why, once it has.
     """
@@ -60,6 +60,7 @@ class Line:
     most: int
     eos: frozenset[int] = frozenset()
     logprobs: int | None = None
+    bias: tuple[tuple[int, float], ...] = ()
     new: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
     cached: int = 0
