@@ -1,4 +1,4 @@
-"""Learning rate by step: linear warm-up, then a cosine down to a floor (Loshchilov and Hutter 2017, arXiv 1608.03983)."""
+"""Learning rate by step: linear warm-up, then a cosine to a floor (Loshchilov and Hutter 2017, arXiv 1608.03983)."""
 
 from __future__ import annotations
 

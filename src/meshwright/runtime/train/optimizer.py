@@ -10,6 +10,7 @@ gradient. Which elements it touches is ``parameters.decays``: matrices, but no n
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -39,19 +40,19 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements that are updated alike.
+    """Elements that lie one behind the other.
 
     Attributes:
-        value: updated in place; fp32, or fp64 in a run of that precision.
-        decay: whether weight decay applies.
+        value: ``(n,)``, updated in place; fp32, or fp64 in a run of that precision.
+        decayed: weight decay applies to so many of the first.
     """
 
     value: Tensor
-    decay: bool
+    decayed: int
 
 
 class Optimizer(Protocol):
-    """What the data parallel stages need of an optimizer.
+    """What data parallelism needs of an optimizer.
 
     Attributes:
         steps: updates so far; may be set after a load.
@@ -77,65 +78,94 @@ def make_optimizer(settings: Settings, runs: Sequence[Run]) -> Optimizer:
     return known[settings.kind](settings, runs)
 
 
-def _by_decay(runs: Sequence[Run]) -> list[tuple[bool, list[int]]]:
-    """Numbers of the runs that have elements, with and without weight decay."""
-    both = ((decay, [i for i, run in enumerate(runs) if run.decay == decay and run.value.numel()]) for decay in (1, 0))
-    return [(bool(decay), found) for decay, found in both if found]
+class _Optimizer(ABC):
+    """Runs cut where weight decay ends, and moments like their values."""
+
+    def __init__(self, settings: Settings, runs: Sequence[Run], keys: Sequence[str]) -> None:
+        self.settings, self.runs, self.steps = settings, tuple(runs), 0
+        self.moments = {key: [torch.zeros_like(run.value) for run in runs] for key in keys}
+
+    def _parts(self, tensors: Sequence[Tensor], decay: bool) -> list[Tensor]:
+        """Of tensors like the runs what weight decay touches, or the rest; without empty ones."""
+        parts = (x[: run.decayed] if decay else x[run.decayed :] for x, run in zip(tensors, self.runs, strict=True))
+        return [part for part in parts if part.numel()]
+
+    def step(self, gradients: Sequence[Tensor], rate: float) -> None:
+        """See ``Optimizer``."""
+        self.steps += 1
+        for decay in (True, False):
+            values = self._parts([run.value for run in self.runs], decay)
+            if values:
+                moments = [self._parts(of, decay) for of in self.moments.values()]
+                weight_decay = self.settings.weight_decay if decay else 0.0
+                self._update(values, self._parts(gradients, decay), moments, rate, weight_decay)
+
+    @abstractmethod
+    def _update(
+        self,
+        values: list[Tensor],
+        gradients: list[Tensor],
+        moments: list[list[Tensor]],
+        rate: float,
+        weight_decay: float,
+    ) -> None:
+        """One call of torch's kernel for runs of one weight decay; ``moments`` by key."""
 
 
-class AdamW:
+class AdamW(_Optimizer):
     """Adam with decoupled weight decay and bias correction."""
 
     def __init__(self, settings: Settings, runs: Sequence[Run]) -> None:
-        self.settings, self.runs, self.steps = settings, tuple(runs), 0
-        self.moments = {key: [torch.zeros_like(run.value) for run in runs] for key in ("exp_avg", "exp_avg_sq")}
+        super().__init__(settings, runs, ("exp_avg", "exp_avg_sq"))
 
-    def step(self, gradients: Sequence[Tensor], rate: float) -> None:
-        """See ``Optimizer``."""
-        self.steps += 1
-        s = self.settings
-        for decay, numbers in _by_decay(self.runs):
-            values = [self.runs[i].value for i in numbers]
-            count = torch.tensor(float(self.steps), device=values[0].device)
-            torch._fused_adamw_(
-                values,
-                [gradients[i] for i in numbers],
-                [self.moments["exp_avg"][i] for i in numbers],
-                [self.moments["exp_avg_sq"][i] for i in numbers],
-                [],
-                [count] * len(numbers),
-                lr=rate,
-                beta1=s.betas[0],
-                beta2=s.betas[1],
-                weight_decay=s.weight_decay if decay else 0.0,
-                eps=s.eps,
-                amsgrad=False,
-                maximize=False,
-            )
+    def _update(
+        self,
+        values: list[Tensor],
+        gradients: list[Tensor],
+        moments: list[list[Tensor]],
+        rate: float,
+        weight_decay: float,
+    ) -> None:
+        count = torch.tensor(float(self.steps), device=values[0].device)
+        torch._fused_adamw_(
+            values,
+            gradients,
+            *moments,
+            [],
+            [count] * len(values),
+            lr=rate,
+            beta1=self.settings.betas[0],
+            beta2=self.settings.betas[1],
+            weight_decay=weight_decay,
+            eps=self.settings.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
-class Sgd:
+class Sgd(_Optimizer):
     """Gradient descent with momentum: the first step takes the gradient itself, as the sum starts from zero."""
 
     def __init__(self, settings: Settings, runs: Sequence[Run]) -> None:
-        self.settings, self.runs, self.steps = settings, tuple(runs), 0
-        kept = runs if settings.momentum else ()
-        self.moments = {"momentum": [torch.zeros_like(run.value) for run in kept]} if settings.momentum else {}
+        super().__init__(settings, runs, ("momentum",) if settings.momentum else ())
 
-    def step(self, gradients: Sequence[Tensor], rate: float) -> None:
-        """See ``Optimizer``."""
-        self.steps += 1
-        s = self.settings
-        for decay, numbers in _by_decay(self.runs):
-            torch._fused_sgd_(
-                [self.runs[i].value for i in numbers],
-                [gradients[i] for i in numbers],
-                [self.moments["momentum"][i] for i in numbers] if s.momentum else [],
-                weight_decay=s.weight_decay if decay else 0.0,
-                momentum=s.momentum,
-                lr=rate,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                is_first_step=False,
-            )
+    def _update(
+        self,
+        values: list[Tensor],
+        gradients: list[Tensor],
+        moments: list[list[Tensor]],
+        rate: float,
+        weight_decay: float,
+    ) -> None:
+        torch._fused_sgd_(
+            values,
+            gradients,
+            *(moments or [[]]),
+            weight_decay=weight_decay,
+            momentum=self.settings.momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )

@@ -1,0 +1,45 @@
+"""The data parallelism that a layout asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meshwright.errors import InputError
+from meshwright.runtime.mesh import Mesh
+from meshwright.runtime.train.data_parallel import (
+    DataOptions,
+    DataParallel,
+    Replicated,
+    ShardedGradients,
+    ShardedStates,
+)
+from meshwright.runtime.train.parameters import Chunk, describe
+
+_STAGES = {0: Replicated, 1: ShardedStates, 2: ShardedGradients}
+
+
+def make(mesh: Mesh, chunks: Sequence[Chunk], options: DataOptions) -> DataParallel:
+    """Data parallelism of a rank by ``Layout.zero``. All ranks call it, in the same order as their other collectives.
+
+    Args:
+        mesh: with the groups of ``data_groups.data_mesh``. chunks: of this rank; their parameters hold what training
+            starts from. From now on their storage belongs to the returned object.
+        options: see there.
+
+    Raises:
+        InputError: fp16 working parameters.
+    """
+    refuse_half(options.param_dtype)
+    return _STAGES[mesh.placement.layout.zero](describe(mesh, chunks), mesh.groups, options)
+
+
+def refuse_half(dtype: torch.dtype | None) -> None:
+    """Refuse fp16: its range needs loss scaling, which nothing here does; bf16 has the range of fp32.
+
+    Raises:
+        InputError: fp16.
+    """
+    if dtype == torch.float16:
+        raise InputError("training in f16 needs loss scaling, which is not done here; use bf16 or f32")
