@@ -29,6 +29,13 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
     return x
 
 
+def all_max(x: Tensor, group: Group) -> Tensor:
+    """Elementwise maximum of ``x`` over the group, in place."""
+    if group.size > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=group.pg)
+    return x
+
+
 def all_gather_rows(x: Tensor, group: Group) -> Tensor:
     """Equal pieces of all ranks one behind the other: ``(n, ...)`` in, ``(size n, ...)`` out."""
     if group.size == 1:

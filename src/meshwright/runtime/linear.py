@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.runtime.differentiable import Product
+
 #: Rows and widths of the probe, and how often each way runs.
 PROBE_ROWS, PROBE_SHAPE, PROBE_RUNS = 8, (256, 1024), 5
 #: A way is taken when it is at least this much faster than ``F.linear``.
@@ -31,7 +33,10 @@ _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + b`` with a weight ``(N, K)``: ``(..., K)`` in, ``(..., N)`` out."""
+    """``x W^T + b`` with a weight ``(N, K)``: ``(..., K)`` in, ``(..., N)`` out; autograd can go back through it."""
+    if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
+        traced: Tensor = Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return traced
     out: Tensor = torch.ops.meshwright.linear(x, weight, bias)
     return out
 

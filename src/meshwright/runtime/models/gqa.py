@@ -42,13 +42,13 @@ class GroupedQuery:
     rope: int
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        """Attend to the cache, in which the pass is written first."""
+        """Attend to the keys and values of the step, which keeps those of the pass first."""
         x_TD = self.edges.enter(x_TD, "mixer input")
         q, k, v = (linear(x_TD).view(x_TD.shape[0], -1, self.head_dim) for linear in (self.q, self.k, self.v))
         if self.qk_norms is not None:
             q, k = self.qk_norms[0](q), self.qk_norms[1](k)
         turned = step.turned[self.rope]
-        step.cache.write(self.layer, step.batch.slots_T, *step.batch.stored(turn(k, *turned), v))
+        step.keep(self.layer, turn(k, *turned), v)
         a_TH = step.attend(turn(q, *turned), self.layer, self.how)
         return self.edges.leave(self.o.partial(a_TH), "mixer output", self.o.bias)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.runtime.models.attention import Scores, decode, one
+from meshwright.runtime.models.attention import Scores, decode
 from meshwright.runtime.models.parts import LayerWeights, Linear, Norm, Step
 from meshwright.runtime.models.rope import apart, turn
 from meshwright.runtime.models.settings import Settings
@@ -53,13 +53,13 @@ class Latent:
     how: Scores
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
-        """Attend to the cache, in which the pass is written first."""
+        """Attend to the latents of the step, which keeps those of the pass first."""
         x_TD = self.edges.enter(x_TD, "mixer input")
         cos, sin = step.turned[0]
         q_n, q_r = self._queries(x_TD).split((self.a.head_dim - self.a.rope_head_dim, self.a.rope_head_dim), dim=2)
         c, k_r = self.kv_a(x_TD)[:, None].split((self.a.kv_lora_rank, self.a.rope_head_dim), dim=2)
         q_r, k_r = (turn(apart(x) if self.interleaved else x, cos, sin) for x in (q_r, k_r))
-        step.cache.write(self.layer, step.batch.slots_T, *step.batch.stored(self.kv_norm(c), k_r))
+        step.keep(self.layer, self.kv_norm(c), k_r)
         core = self._absorbed if step.batch.phase == "decode" else self._unfolded
         return self.edges.leave(self.o.partial(core(q_n, q_r, step)), "mixer output", self.o.bias)
 
@@ -72,14 +72,8 @@ class Latent:
 
     def _unfolded(self, q_n: Tensor, q_r: Tensor, step: Step) -> Tensor:
         """Keys and values of all contexts of the pass from their latents, then ordinary attention: ``(T, H v)``."""
-        b = step.batch
-        pairs = [step.cache.read(self.layer, b.table_BM[row], n) for row, n in enumerate(b.contexts)]
-        q, c_S1C, k_S1r = torch.cat((q_n, q_r), dim=2), *(torch.cat(side) for side in zip(*pairs, strict=True))
-        if step.context is not None:
-            return step.context.prefill(q, c_S1C, k_S1r, b, self.how, self._keys_values)
-        k, v = self._keys_values(c_S1C, k_S1r)
-        rows = zip(q.split(b.lengths), k.split(b.contexts), v.split(b.contexts), strict=True)
-        return torch.cat([one(q_T, k_S, v_S, self.how) for q_T, k_S, v_S in rows]).flatten(1)
+        q = torch.cat((q_n, q_r), dim=2)
+        return step.unfolded(q, self.layer, self.how, self._keys_values, self.kv_b.weight)
 
     def _keys_values(self, c_S1C: Tensor, k_S1r: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``(S, H, n + r)`` and values ``(S, H, v)`` from latents and turned keys."""

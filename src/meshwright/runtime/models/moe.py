@@ -24,7 +24,7 @@ from torch import Tensor
 
 from meshwright.errors import InputError
 from meshwright.moves.expert import dealt, slice_of
-from meshwright.runtime.collectives import all_gather_rows
+from meshwright.runtime.linear import linear
 from meshwright.runtime.loads import ExpertLog, Load
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.models.moe_settings import ClampedGate, MoeSettings, Routing
@@ -32,7 +32,7 @@ from meshwright.runtime.models.parts import ACTIVATIONS, LayerWeights, Linear, S
 from meshwright.runtime.models.settings import Settings
 from meshwright.runtime.parallel.expert import AllToAll, LocalDispatch, dispatcher
 from meshwright.runtime.parallel.tensor import Edges
-from meshwright.runtime.scope import scope, where
+from meshwright.runtime.scope import where
 from meshwright.specs.model import Moe
 
 
@@ -55,13 +55,21 @@ class Router:
 
         Logits and scores are fp32, or wider where the model is: a rounded score chooses another expert.
         """
+        return self.weighed(self.scores(x_TD), given)
+
+    def scores(self, x_TD: Tensor) -> Tensor:
+        """Scores ``(T, E)``, or the logits where the softmax is over the chosen experts."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         bias = self.gate.bias.to(wide) if self.gate.bias is not None else None
-        logits_TE = F.linear(x_TD.to(wide), self.gate.weight.to(wide), bias)
+        multiply = linear if torch.is_grad_enabled() else F.linear
+        logits_TE = multiply(x_TD.to(wide), self.gate.weight.to(wide), bias)
+        if self.how.score == "chosen":
+            return logits_TE
+        return logits_TE.sigmoid() if self.how.score == "sigmoid" else logits_TE.softmax(-1)
+
+    def weighed(self, scores_TE: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights and experts of every token, from its scores."""
         how = self.how
-        scores_TE = logits_TE
-        if how.score != "chosen":
-            scores_TE = logits_TE.sigmoid() if how.score == "sigmoid" else logits_TE.softmax(-1)
         ids_TK = self.choose(scores_TE) if given is None else given
         weights_TK = scores_TE.gather(1, ids_TK)
         if how.score == "chosen":
@@ -173,7 +181,7 @@ class MixtureOfExperts:
         """Each rank of tp sends its slice of the tokens; the results are gathered, unless they stay sharded (sp)."""
         tp, whole = self.edges.tp, self.edges.tokens
         low, high = slice_of(whole, tp.size, tp.index)
-        mine_tD = x_TD[: high - low] if self.sp else x_TD[low:high]
+        mine_tD = x_TD[: high - low] if self.sp else self.edges.cut(x_TD, low, high, "experts input")
         y_tD = self.routed(mine_tD, step, low, whole)
         y_tD = F.pad(y_tD, (0, 0, 0, -(-whole // tp.size) - y_tD.shape[0]))
         shared = None
@@ -181,8 +189,7 @@ class MixtureOfExperts:
             shared = self.shared(self.edges.enter(x_TD, "shared experts input"))
             shared = self.edges.leave(shared, "shared experts output")
         if not self.sp:
-            with scope(name="experts output"):
-                y_tD = all_gather_rows(y_tD, tp)[:whole]
+            y_tD = self.edges.join(y_tD, whole, "experts output")
         return y_tD if shared is None else y_tD + shared
 
     def routed(self, x_TD: Tensor, step: Step, first: int, whole: int) -> Tensor:
@@ -231,8 +238,12 @@ def weighted(y_TKD: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def through(experts: Sequence[Expert], rows_RD: Tensor, counts: Sequence[int]) -> Tensor:
-    """Rows sorted by expert through their experts, one after the other; an expert without rows is left out."""
-    pieces = [expert(x) for expert, x in zip(experts, rows_RD.split(list(counts)), strict=True) if x.shape[0]]
+    """Rows sorted by expert through their experts, one after the other.
+
+    An expert without rows is left out, but for training, where its gradient is zero rather than none.
+    """
+    rows, empty = zip(experts, rows_RD.split(list(counts)), strict=True), torch.is_grad_enabled()
+    pieces = [expert(x) for expert, x in rows if x.shape[0] or empty]
     return torch.cat(pieces) if pieces else rows_RD
 
 

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.errors import InputError
+from meshwright.runtime.differentiable import RmsNorm
 from meshwright.runtime.linear import linear
-from meshwright.runtime.models.attention import Scores, attend
-from meshwright.runtime.parallel.context import ContextParallel
+from meshwright.runtime.models.attention import Scores, attend, one
+from meshwright.runtime.parallel.context import ContextParallel, Unfold
 from meshwright.runtime.serve.cache import Batch, PagedCache
 from meshwright.specs.placement import Shard
 
@@ -43,9 +44,28 @@ class Step:
     turned: tuple[Turned, ...]
     context: ContextParallel | None = None
 
+    def keep(self, layer: int, k_THd: Tensor, v_THd: Tensor) -> None:
+        """Write keys and values of the pass into the cache of a layer."""
+        self.cache.write(layer, self.batch.slots_T, *self.batch.stored(k_THd, v_THd))
+
     def attend(self, q_THd: Tensor, layer: int, how: Scores) -> Tensor:
         """Attention of queries of the pass to the cache of a layer: ``(T, H v)``."""
         return (self.context.attend if self.context else attend)(q_THd, layer, self.batch, self.cache, how)
+
+    def unfolded(self, q_THd: Tensor, layer: int, how: Scores, unfold: Unfold, weight: Tensor) -> Tensor:
+        """The same where keys and values are made of what the cache holds: ``(T, H v)``.
+
+        Args:
+            unfold: makes them. weight: which it multiplies with, for its gradient (training).
+        """
+        b = self.batch
+        pairs = [self.cache.read(layer, b.table_BM[row], n) for row, n in enumerate(b.contexts)]
+        left, right = (torch.cat(side) for side in zip(*pairs, strict=True))
+        if self.context is not None:
+            return self.context.prefill(q_THd, left, right, b, how, unfold)
+        k, v = unfold(left, right)
+        rows = zip(q_THd.split(b.lengths), k.split(b.contexts), v.split(b.contexts), strict=True)
+        return torch.cat([one(q_T, k_S, v_S, how) for q_T, k_S, v_S in rows]).flatten(1)
 
 
 class Part(Protocol):
@@ -85,6 +105,9 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise; with an offset in fp32, because 1 + w of bf16 would lose what w holds."""
+        if torch.is_grad_enabled():
+            out: Tensor = RmsNorm.apply(x, self.weight, self.eps, self.offset)  # type: ignore[no-untyped-call]
+            return out
         if not self.offset and x.dtype == torch.float32:
             return _normed(x, self.eps) * self.weight
         if not self.offset:

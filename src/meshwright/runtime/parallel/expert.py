@@ -91,7 +91,7 @@ class LocalDispatch:
         moved = kept(counts, self.members, self.index)
         start = sum(counts[: dealt(self.experts, self.members)[self.index][0]])
         order_R = ids_TK.flatten().argsort(stable=True)[start : start + sum(moved.rows)]
-        return x_TD[order_R // choices], Ticket(moved, tokens, choices, order_R)
+        return x_TD.index_select(0, order_R // choices), Ticket(moved, tokens, choices, order_R)
 
     def combine(self, y_RD: Tensor, ticket: Ticket) -> Tensor:
         """Rows back to their tokens; zero for the experts of other ranks."""
@@ -122,9 +122,9 @@ class AllToAll:
         moved = self._exchanged(ids_TK, whole)
         order_R = ids_TK.flatten().argsort(stable=True)
         with scope(name="tokens dispatch"):
-            arrived = self._send(x_TD[order_R // choices], moved.sent_rows, moved.received_rows)
+            arrived = self._send(x_TD.index_select(0, order_R // choices), moved.sent_rows, moved.received_rows)
         arrived_R = torch.tensor(moved.by_expert(), dtype=torch.int64, device=x_TD.device)
-        return arrived[arrived_R], Ticket(moved, tokens, choices, order_R, arrived_R)
+        return arrived.index_select(0, arrived_R), Ticket(moved, tokens, choices, order_R, arrived_R)
 
     def combine(self, y_RD: Tensor, ticket: Ticket) -> Tensor:
         """Undo the sorting, send back, and put every row to its token."""

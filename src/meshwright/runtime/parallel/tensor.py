@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshwright.runtime.collectives import all_reduce
+from meshwright.runtime.collectives import all_gather_rows, all_reduce
 from meshwright.runtime.mesh import Group
 from meshwright.runtime.scope import scope
 
@@ -46,3 +46,12 @@ class Edges:
         with scope(name=name):
             out = all_reduce(partial_TD, self.tp)
         return out if bias is None else out + bias
+
+    def cut(self, x_TD: Tensor, low: int, high: int, name: str) -> Tensor:
+        """Tokens ``low`` to ``high``, which this rank of tp alone works on; ``name``: see ``enter``."""
+        return x_TD[low:high]
+
+    def join(self, y_tD: Tensor, whole: int, name: str) -> Tensor:
+        """The ``whole`` tokens of which every rank of tp has a slice, filled up to one length."""
+        with scope(name=name):
+            return all_gather_rows(y_tD, self.tp)[:whole]
