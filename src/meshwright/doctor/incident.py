@@ -11,7 +11,10 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from meshwright.ledger.tracks import Track
 
 #: States of a recorded call. UNKNOWN: the recorder does not tell, or it is over without anybody knowing how.
 SCHEDULED, STARTED, COMPLETED, UNKNOWN = 0, 1, 2, 3
@@ -186,6 +189,7 @@ class Incident:
         world: number of ranks of the job, None while unknown.
         earlier: last issue (Unix ns) in another dump of a rank, which ends before the one that counts.
         spare: rows of a second recorder by global rank, until ``settle``.
+        tracks: what profiler traces show of the time of each rank, ascending.
     """
 
     def __init__(self) -> None:
@@ -199,6 +203,7 @@ class Incident:
         self.world: int | None = None
         self.earlier: dict[int, int] = {}
         self.dropped_facts = 0
+        self.tracks: list[Track] = []
 
     def add_fact(
         self,

@@ -57,9 +57,11 @@ class Reader(Protocol):
         """
 
 
-#: Modules in the order in which they are asked, free text last. RAS comes before the Flight Recorder: the JSON of both
+#: Modules in the order in which they are asked, free text last. Traces come first, because their lists of groups look
+#: like those of the Flight Recorder. RAS comes before the Flight Recorder: the JSON of both
 #: has ``nccl_version``, and RAS asks for more.
 READERS = (
+    "meshwright.doctor.readers.kineto",
     "meshwright.doctor.readers.ras",
     "meshwright.doctor.readers.flight_recorder",
     "meshwright.doctor.readers.ledger",

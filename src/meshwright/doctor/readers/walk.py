@@ -207,6 +207,7 @@ class Walk:
         size = spool.write(small)
         while data := content.read(1 << 20):
             size += spool.write(data)
+        spool.flush()
         return Source(name, head, lambda: cast(BinaryIO, io.BufferedReader(_View(spool, start, size))), size)
 
     def _read(self, source: Source, modified: float | None) -> None:
@@ -234,7 +235,7 @@ class Walk:
 
 
 class _View(io.RawIOBase):
-    """A stretch of a file that several views share; closing it leaves the file open."""
+    """A stretch of a file that several views and processes share; closing it leaves the file open."""
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         self._file = file
@@ -258,8 +259,8 @@ class _View(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill a buffer."""
-        self._file.seek(self._start + self._pos)
-        data = self._file.read(max(0, min(len(buffer), self._size - self._pos)))
+        size = max(0, min(len(buffer), self._size - self._pos))
+        data = os.pread(self._file.fileno(), size, self._start + self._pos)
         buffer[: len(data)] = data
         self._pos += len(data)
         return len(data)

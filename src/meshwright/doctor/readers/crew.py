@@ -1,0 +1,129 @@
+"""Work on many files by forked processes, one a core: each result comes back as bytes over a pipe.
+
+A process that dies or takes too long loses the file that it was at, no other.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import select
+import signal
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+_HEAD = struct.Struct("<iQ")
+
+
+@dataclass(slots=True)
+class _Worker:
+    pid: int
+    pipe: int
+    items: list[int]
+    buffer: bytearray = field(default_factory=bytearray)
+    done: int = 0
+    last: float = field(default_factory=time.monotonic)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run(
+    items: Sequence[int],
+    work: Callable[[int], bytes],
+    take: Callable[[int, bytes], None],
+    lost: Callable[[int], None],
+    limit_s: Callable[[int], float],
+) -> None:
+    """Have ``work(item)`` done for all items, ``take`` what came of each; ``lost`` gets those whose process failed.
+
+    ``items`` are dealt out in their order, so the largest should stand first. ``work`` raises nothing but what ends
+    its process.
+    """
+    crew = max(1, min(cores(), len(items)))
+    workers: list[_Worker] = []
+    for first in range(crew):
+        workers.append(_start(list(items[first::crew]), work, [w.pipe for w in workers]))
+    try:
+        while workers:
+            ready, _, _ = select.select([w.pipe for w in workers], [], [], 1.0)
+            for worker in list(workers):
+                over = worker.pipe in ready and _receive(worker, take)
+                late = worker.done < len(worker.items) and (
+                    time.monotonic() - worker.last > limit_s(worker.items[worker.done])
+                )
+                if not over and not late:
+                    continue
+                workers.remove(worker)
+                _stop(worker)
+                if worker.done < len(worker.items):
+                    lost(worker.items[worker.done])
+                    rest = worker.items[worker.done + 1 :]
+                    if rest:
+                        workers.append(_start(rest, work, [w.pipe for w in workers]))
+    finally:
+        for worker in workers:
+            _stop(worker)
+
+
+def _receive(worker: _Worker, take: Callable[[int, bytes], None]) -> bool:
+    """Read what there is; whether the worker has closed its end."""
+    data = os.read(worker.pipe, 1 << 20)
+    worker.buffer += data
+    for index, message in _messages(worker):
+        take(index, message)
+    return not data
+
+
+def _work(items: Sequence[int], work: Callable[[int], bytes], pipe: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    faulthandler.disable()
+    gc.disable()
+    for item in items:
+        message = work(item)
+        view = memoryview(_HEAD.pack(item, len(message)) + message)
+        while view:
+            view = view[os.write(pipe, view) :]
+        del message, view
+        gc.collect()
+
+
+def _start(items: list[int], work: Callable[[int], bytes], others: Sequence[int]) -> _Worker:
+    out, into = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            for pipe in (out, *others):
+                os.close(pipe)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            _work(items, work, into)
+        finally:
+            os._exit(0)
+    os.close(into)
+    return _Worker(pid, out, items)
+
+
+def _messages(worker: _Worker) -> Iterator[tuple[int, bytes]]:
+    while len(worker.buffer) >= _HEAD.size:
+        index, size = _HEAD.unpack_from(worker.buffer)
+        if len(worker.buffer) < _HEAD.size + size:
+            return
+        message = bytes(worker.buffer[_HEAD.size : _HEAD.size + size])
+        del worker.buffer[: _HEAD.size + size]
+        worker.done += 1
+        worker.last = time.monotonic()
+        yield index, message
+
+
+def _stop(worker: _Worker) -> None:
+    os.close(worker.pipe)
+    with suppress(ProcessLookupError):
+        os.kill(worker.pid, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(worker.pid, 0)
