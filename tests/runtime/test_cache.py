@@ -107,7 +107,8 @@ def test_what_is_written_is_read_in_order() -> None:
 
 def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(tmp_path: Path) -> None:
     """2 layers of 1 head of 4 + 4 values: 64 bytes a token in fp32."""
-    from meshwright.runtime.memory import check_fits, free_bytes
+    from meshwright.runtime.memory import check_fits
+    from meshwright.specs.detect_host import free_memory_bytes
     from meshwright.specs.probe import Probe
 
     shapes = {0: CacheShape(1, 4, 4), 1: CacheShape(1, 4, 4)}
@@ -118,8 +119,8 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(tmp_path: Path) 
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4 kB\n")
     probe = Probe(tmp_path)
-    assert free_bytes(probe) == 4096
+    assert free_memory_bytes(probe) == 4096
     check_fits("cache", 4096, torch.device("cpu"), "", probe)
     with pytest.raises(InputError, match="cache takes 4,097 bytes, 4,096 are free on this machine; fewer"):
         check_fits("cache", 4097, torch.device("cpu"), "fewer", probe)
-    assert free_bytes(Probe(tmp_path / "none")) is None
+    assert free_memory_bytes(Probe(tmp_path / "none")) is None

@@ -12,6 +12,7 @@ from meshwright.cli.doctor import doctor
 from meshwright.cli.plan import plan_app
 from meshwright.cli.prove import prove
 from meshwright.cli.run import run_app
+from meshwright.cli.serve import serve
 from meshwright.errors import MeshwrightError
 from meshwright.version import VERSION
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.add_typer(plan_app, name="plan")
 app.add_typer(run_app, name="run")
+run_app.command("serve")(serve)
 app.command("check")(check)
 app.command("prove")(prove)
 app.command("doctor")(doctor)

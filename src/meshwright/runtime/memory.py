@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 
 import torch
 import torch.distributed as dist
 
 from meshwright.errors import InputError
-from meshwright.specs.detect_host import cgroup_memory_bytes
+from meshwright.specs.detect_host import free_memory_bytes
 from meshwright.specs.probe import Probe
-
-
-def free_bytes(probe: Probe) -> int | None:
-    """``MemAvailable``, or the limit of the cgroup where that is smaller; None when neither can be read."""
-    match = re.search(r"^MemAvailable:\s+(\d{1,15}) kB", probe.read("/proc/meminfo") or "", re.MULTILINE)
-    known = [value for value in (int(match[1]) * 1024 if match else None, cgroup_memory_bytes(probe)) if value]
-    return min(known, default=None)
 
 
 def local_ranks() -> int:
@@ -38,7 +30,7 @@ def check_fits(what: str, size_bytes: int, device: torch.device, way_out: str, p
         free: int | None = torch.cuda.mem_get_info(device)[0]
         ranks, where = 1, str(device)
     else:
-        free, ranks, where = free_bytes(probe or Probe()), local_ranks(), "this machine"
+        free, ranks, where = free_memory_bytes(probe or Probe()), local_ranks(), "this machine"
     if free is not None and size_bytes * ranks > free:
         of = f" of {ranks} ranks" if ranks > 1 else ""
         raise InputError(f"{what}{of} takes {size_bytes * ranks:,} bytes, {free:,} are free on {where}; {way_out}")

@@ -72,6 +72,13 @@ def meminfo_bytes(text: str | None) -> int | None:
     return int(match[1]) * 1024 if match and int(match[1]) else None
 
 
+def free_memory_bytes(probe: Probe) -> int | None:
+    """``MemAvailable``, or the limit of the cgroup where that is smaller; None when neither can be read."""
+    match = re.search(r"^MemAvailable:\s+(\d{1,15}) kB", probe.read("/proc/meminfo") or "", re.MULTILINE)
+    known = [value for value in (int(match[1]) * 1024 if match else None, cgroup_memory_bytes(probe)) if value]
+    return min(known, default=None)
+
+
 def cpuinfo(text: str | None) -> tuple[float | None, frozenset[str]]:
     """Clock in MHz (the highest told) and the feature flags of ``/proc/cpuinfo``."""
     text = text or ""

@@ -1,0 +1,72 @@
+"""``meshwright run serve``: an OpenAI-compatible server of a checkpoint under a layout."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import typer
+
+from meshwright.cli.parse import in_range, one_of
+from meshwright.errors import InputError
+
+MAX_TOKENS = 1 << 24
+
+_MODEL = typer.Argument(help="Folder with config.json and safetensors weights.")
+
+
+def serve(
+    model: Path = _MODEL,
+    layout: str = typer.Option("tp=1", "--layout", help="Degrees: tp=2,pp=2; dp=2 are replicas behind one address."),
+    host: str = typer.Option("127.0.0.1", "--host", help="Address to listen on; loopback unless told otherwise."),
+    port: int = typer.Option(8000, "--port", help="Port to listen on; 0: a free one."),
+    name: str | None = typer.Option(None, "--name", help="Name of the model in the API; default: its folder's."),
+    api_key: str | None = typer.Option(
+        None, "--api-key", help="Key that clients must give; env:NAME reads a variable."
+    ),
+    dtype: str | None = typer.Option(None, "--dtype", help="bf16, f16 or f32; default: the model's."),
+    device: str = typer.Option("cpu", "--device", help="cpu (gloo) or cuda (NCCL, one device a rank)."),
+    max_sequences: int = typer.Option(64, "--max-sequences", help="Requests of a replica under way at once."),
+    max_batch_tokens: int = typer.Option(512, "--max-batch-tokens", help="Tokens of one pass; longer prompts are cut."),
+    max_len: int | None = typer.Option(None, "--max-len", help="Tokens of a request; default: the model's positions."),
+    max_queue: int = typer.Option(1024, "--max-queue", help="Requests of a replica that may wait; more get 429."),
+    cache_tokens: int | None = typer.Option(None, "--cache-tokens", help="Tokens of the KV cache of a replica."),
+    block_size: int = typer.Option(16, "--block-size", help="Tokens of a block of the KV cache."),
+    prefix_cache: bool = typer.Option(True, "--prefix-cache/--no-prefix-cache", help="Equal beginnings share blocks."),
+    restarts: int = typer.Option(3, "--restarts", help="How often ranks that died are started anew."),
+) -> None:
+    """Serve a checkpoint over HTTP: completions, chat, streams; metrics at /metrics."""
+    in_range(port, "--port", 0, 65535)
+    in_range(max_sequences, "--max-sequences", 1, 4096)
+    in_range(max_batch_tokens, "--max-batch-tokens", 1, 1 << 17)
+    in_range(max_queue, "--max-queue", 1, 1 << 20)
+    in_range(block_size, "--block-size", 1, 1 << 12)
+    in_range(restarts, "--restarts", 0, 1000)
+    for flag, value in (("--max-len", max_len), ("--cache-tokens", cache_tokens)):
+        in_range(1 if value is None else value, flag, 1, MAX_TOKENS)
+    one_of(dtype, "--dtype", ("bf16", "f16", "f32"))
+    one_of(device, "--device", ("cpu", "cuda"))
+    _need()
+    from meshwright import engines
+    from meshwright.runtime.serve.api.main import Address, key_from, run
+    from meshwright.runtime.serve.setup import Wishes, engine_config
+
+    wishes = Wishes(
+        dtype, device, max_sequences, max_batch_tokens, max_len, max_queue, cache_tokens, block_size, prefix_cache,
+        restarts,
+    )  # fmt: skip
+    config = engine_config(model, layout, engines.profile("meshwright"), wishes)
+    address = Address(host, port, name or "", key_from(api_key))
+    world, tokens = config.placement.layout.world, config.blocks * config.block_size
+    said = f"{config.placement.spec.name} under {layout} on {world} rank{'s' * (world > 1)}"
+    typer.echo(f"{said}: loading; cache of {tokens:,} tokens a replica, at most {config.limits.length:,} a request")
+    run(config, address, lambda where: typer.echo(f"serving at {where}/v1 (Ctrl-C ends it)"))
+
+
+def _need() -> None:
+    for package in ("torch", "safetensors"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"serving needs {package}: pip install 'meshwright[run,serve]'")
+    for package in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"serving needs {package}: pip install 'meshwright[serve]'")
