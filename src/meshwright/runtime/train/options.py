@@ -22,7 +22,7 @@ class TrainOptions:
             accumulated and reduced in fp32 (``f64``: in fp64), and so are master weights and moments.
         recompute: activations dropped in the forward: ``none``, ``selective`` (attention core), ``full`` (a layer).
         recompute_layers: layers a chunk that ``full`` applies to; None: all.
-        aux: weight of the load-balancing loss of a mixture of experts; None: that of the model's configuration.
+        aux: weight of the load-balancing loss of a mixture of experts; 0: none.
         bias_rate: step by which the balancing bias of a router moves; 0: it stays.
         seed: of whatever is drawn.
 
@@ -36,7 +36,7 @@ class TrainOptions:
     dtype: Literal["f32", "bf16", "f64"] = "f32"
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: int | None = None
-    aux: float | None = None
+    aux: float = 0.0
     bias_rate: float = 0.0
     seed: int = 0
 
