@@ -23,7 +23,7 @@ def data_mesh(mesh: Mesh) -> Mesh:
       ``dp+cp``. Experts with their own group are dealt out over all of ``edp``.
 
     Raises:
-        IllegalLayoutError: the replicas do not divide the data ranks.
+        IllegalLayoutError: the replicas do not divide the data ranks, or every rank would be one.
     """
     placement, layout = mesh.placement, mesh.placement.layout
     data = mesh.group("dp+cp")
@@ -34,6 +34,8 @@ def data_mesh(mesh: Mesh) -> Mesh:
             f"{copies} replicas do not divide the {data.size} data ranks (dp {layout.dp} x cp {layout.cp}); "
             f"choose a divisor of {data.size}"
         )
+    if copies == data.size > 1:
+        raise IllegalLayoutError(f"{copies} replicas on {data.size} data ranks leave nothing to deal out; use zero=0")
     if copies == 1:
         groups |= {"shard": data, "replicate": Group("replicate", (mesh.rank,), 0, None)}
         return replace(mesh, groups={**mesh.groups, **groups})

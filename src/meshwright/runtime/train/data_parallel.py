@@ -28,7 +28,7 @@ from meshwright.runtime.mesh import Group
 from meshwright.runtime.scope import scope
 from meshwright.runtime.train import clip
 from meshwright.runtime.train.flat import Flat, ScatteredEach, ScatteredOnce
-from meshwright.runtime.train.optimizer import Optimizer, Settings, make_optimizer
+from meshwright.runtime.train.optimizer import Optimizer, Run, Settings, make_optimizer
 from meshwright.runtime.train.parameters import SUMS, Parameter
 from meshwright.runtime.train.pieces import LocalPiece
 
@@ -96,6 +96,12 @@ class DataParallel(Protocol):
     def loaded(self) -> None:
         """Values were written into ``pieces``: bring them into the working parameters. Collective."""
 
+    def counters(self) -> dict[str, int]:
+        """Numbers that belong to the optimizer's state."""
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """Take them from a checkpoint."""
+
     def resident(self) -> dict[str, list[Tensor]]:
         """Storage that stays from step to step: ``weights``, ``gradients``, ``optimizer``."""
 
@@ -124,7 +130,7 @@ class Bucketed:
             flats += self._buckets([p for p in parameters if p.chunk == chunk and not p.late])
         self.late = list(self._late([p for p in parameters if p.late]))
         self.flats = [*(flat for flats in self.chunks.values() for flat in flats), *self.late]
-        self.optimizer = make_optimizer(options.optimizer, [flat.run() for flat in self.flats])
+        self.optimizer = make_optimizer(options.optimizer, self._runs())
         self._armed: dict[int, list[set[int]]] = {}
         self._next = dict.fromkeys(self.chunks, 0)
         for chunk, flats in self.chunks.items():
@@ -174,7 +180,7 @@ class Bucketed:
 
     def before_backward(self, chunk: int, last: bool) -> None:
         """See ``DataParallel``."""
-        if last or self.each:
+        if chunk in self.chunks and (last or self.each):
             self._armed[chunk] = [set(range(len(flat.parameters))) for flat in self.chunks[chunk]]
 
     def _launch_ready(self, chunk: int) -> None:
@@ -196,7 +202,7 @@ class Bucketed:
             flat.take_all()
         self._armed.pop(chunk, None)
         if last or self.each:
-            for flat in flats[self._next[chunk] if flats else 0 :]:
+            for flat in flats[self._next.get(chunk, 0) :]:
                 self._launch(flat)
             self._next[chunk] = 0
         if self.each:
@@ -216,13 +222,21 @@ class Bucketed:
 
     def update(self, rate: float, most: float | None = None) -> float:
         """See ``DataParallel``."""
-        gradients = [flat.gradient for flat in self.flats]
+        gradients = self._gradients()
         norm = clipped(self.counted(), gradients, self.groups["world"], self.device, most, self.options.norm)
         self.optimizer.step(gradients, rate)
         for flat in self.flats:
             flat.restart()
         self.loaded()
         return norm
+
+    def _runs(self) -> list[Run]:
+        """What the optimizer updates."""
+        return [flat.run() for flat in self.flats]
+
+    def _gradients(self) -> list[Tensor]:
+        """Gradients of the runs."""
+        return [flat.gradient for flat in self.flats]
 
     def counted(self) -> list[Tensor]:
         """Gradients that this rank counts in the norm."""
@@ -235,6 +249,14 @@ class Bucketed:
                 flat.gather()
         for flat in reversed(self.flats):
             flat.wait()
+
+    def counters(self) -> dict[str, int]:
+        """See ``DataParallel``."""
+        return {"steps": self.optimizer.steps}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """See ``DataParallel``."""
+        self.optimizer.steps = counters["steps"]
 
     def gradients(self) -> Iterator[LocalPiece]:
         """See ``DataParallel``."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.errors import InputError
+from meshwright.runtime.checkpoint import TORCH_DTYPES
 from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.train.data_parallel import (
     DataOptions,
@@ -16,6 +17,7 @@ from meshwright.runtime.train.data_parallel import (
     ShardedStates,
 )
 from meshwright.runtime.train.parameters import Chunk, describe
+from meshwright.specs.layout import Fsdp
 
 _STAGES = {0: Replicated, 1: ShardedStates, 2: ShardedGradients}
 
@@ -31,15 +33,22 @@ def make(mesh: Mesh, chunks: Sequence[Chunk], options: DataOptions) -> DataParal
     Raises:
         InputError: fp16 working parameters.
     """
-    refuse_half(options.param_dtype)
-    return _STAGES[mesh.placement.layout.zero](describe(mesh, chunks), mesh.groups, options)
+    layout = mesh.placement.layout
+    knobs = layout.fsdp or Fsdp()
+    refuse_half(options.param_dtype, *(TORCH_DTYPES[d] for d in (knobs.param_dtype, knobs.reduce_dtype)))
+    parameters = describe(mesh, chunks)
+    if layout.zero == 3 and max(mesh.group(axis).size for axis in ("dp+cp", "edp")) > 1:
+        from meshwright.runtime.train.fsdp import FullySharded
+
+        return FullySharded(mesh, chunks, parameters, options)  # type: ignore[arg-type]
+    return _STAGES.get(layout.zero, Replicated)(parameters, mesh.groups, options)
 
 
-def refuse_half(dtype: torch.dtype | None) -> None:
+def refuse_half(*dtypes: torch.dtype | None) -> None:
     """Refuse fp16: its range needs loss scaling, which nothing here does; bf16 has the range of fp32.
 
     Raises:
         InputError: fp16.
     """
-    if dtype == torch.float16:
+    if torch.float16 in dtypes:
         raise InputError("training in f16 needs loss scaling, which is not done here; use bf16 or f32")
