@@ -19,11 +19,11 @@ from meshwright.runtime.collectives import all_reduce
 from meshwright.runtime.folder import Model, read_folder
 from meshwright.runtime.launch.local import run_local
 from meshwright.runtime.mesh import Mesh, build_mesh
-from meshwright.runtime.train.groups import training_mesh
 from meshwright.runtime.scope import scope
 from meshwright.runtime.train.balance import Balance
 from meshwright.runtime.train.batch import shifted, train_batch
-from meshwright.runtime.train.model import TrainChunk, build_chunks
+from meshwright.runtime.train.groups import training_mesh
+from meshwright.runtime.train.model import NO_BALANCE, TrainChunk, build_chunks
 from meshwright.specs.layout import parse_layout
 from meshwright.specs.placement import Placement, place
 
@@ -40,7 +40,7 @@ class Work:
     dtype: str = "f64"
     recompute: str = "none"
     documents: tuple[tuple[int, ...], ...] | None = None
-    balance: Balance = Balance()
+    balance: Balance = NO_BALANCE
     mistake: str | None = None
 
     @property
@@ -201,7 +201,7 @@ def transformers(job: Work, dtype: torch.dtype = torch.float64) -> Found:
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), job.labels.flatten(), ignore_index=-100)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Found(float(loss), gradients)
+    return Found(float(loss.detach()), gradients)
 
 
 Mapped = Callable[[Mapping[str, Tensor], Found], dict[str, Tensor]]

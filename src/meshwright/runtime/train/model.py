@@ -15,7 +15,7 @@ Legend: T tokens of a micro-batch on a rank, R rows between the blocks (T, or it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ from meshwright.runtime.train.batch import TrainBatch
 from meshwright.runtime.train.edges import train_edges
 from meshwright.runtime.train.experts import TrainAllToAll
 from meshwright.runtime.train.loss import Vocabulary, vocabulary_loss
-from meshwright.runtime.train.shared import axis_of
+from meshwright.runtime.train.shared import axis_of, idle
 from meshwright.specs.placement import Shard
 
 #: No balancing loss, and biases that stay.
@@ -56,6 +56,19 @@ def registered(name: str) -> str:
 def stored(name: str) -> str:
     """The name in the checkpoint from that of a module's parameter."""
     return name.replace("/", ".")
+
+
+class _TakesPart(torch.autograd.Function):
+    """Hands a tensor on; parameters that this rank leaves to others get a gradient of zero rather than none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *unused: Tensor) -> Tensor:
+        ctx.unused = unused
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, ...]:
+        return dx, *map(torch.zeros_like, ctx.unused)
 
 
 def _trains(shard: Shard) -> bool:
@@ -88,6 +101,12 @@ class TrainLayer(nn.Module):
         self.number, self.again = number, again
         self._shards, self._mesh, self._settings, self._edges = shards, mesh, settings, edges
         self._balance = balance
+        self._idle = [
+            registered(name)
+            for shard in shards
+            if idle(mesh.placement, mesh.coordinate, shard)
+            for name in names_of(shard, number)
+        ]
         for name, weight in weights.items():
             if isinstance(weight, nn.Parameter):
                 self.register_parameter(registered(name), weight)
@@ -113,6 +132,9 @@ class TrainLayer(nn.Module):
         out = block(x_RD, cast(Step, step))
         if isinstance(block.ffn, MixtureOfExperts):
             block.ffn.log.loads.clear()
+        if self._idle:
+            unused = (self._parameters[name] for name in self._idle)
+            out = cast(Tensor, _TakesPart.apply(out, *unused))  # type: ignore[no-untyped-call]
         return out
 
     def block(self) -> DecoderLayer:
@@ -168,7 +190,7 @@ class TrainChunk(nn.Module):
         shards = list(dict.fromkeys(shard for _, shard in held.values()))
         layers = []
         for index, number in enumerate(chunk.layers):
-            own_ = {name: x for name, (x, shard) in held.items() if _of_layer(name, shard, number)}
+            own_ = {name: held[name][0] for shard in shards for name in names_of(shard, number)}
             again = recompute == "full" and (recompute_layers is None or index < recompute_layers)
             layers.append(TrainLayer(number, shards, own_, mesh, settings, self.edges, balance, again=again))
             self._held |= {name: held[name][1] for name in own_}
@@ -298,8 +320,12 @@ class TrainChunk(nn.Module):
                 move_bias(router.correction, router.counts, router.data, rate)
 
 
-def _of_layer(name: str, shard: Shard, number: int) -> bool:
-    return number in shard.layers and name.startswith(shard.family.template.split("{layer}")[0] + f"{number}.")
+def names_of(shard: Shard, number: int) -> list[str]:
+    """Checkpoint names of a family's tensors of one layer that the rank holds."""
+    if number not in shard.layers:
+        return []
+    name = shard.family.template.replace("{layer}", str(number))
+    return [name.replace("{expert}", str(expert)) for expert in shard.experts or (None,)]
 
 
 def build_chunks(

@@ -45,3 +45,13 @@ def _copies(placement: Placement, shard: Shard) -> bool:
     """Whether several ranks of tp hold the same KV heads."""
     attention = placement.spec.layers[shard.layers[0]].attention
     return attention is not None and attention.kv_heads < placement.layout.tp
+
+
+def idle(placement: Placement, at: Coordinate, shard: Shard) -> bool:
+    """Whether a rank leaves a tensor to another that adds it for all: the bias behind a product whose partial sums
+    meet later."""
+    family = shard.family
+    if family.op != "down" or family.part != "bias":
+        return False
+    place = placement.place(at)
+    return {"expert": place.etp, "shared_expert": place.tp}.get(family.role, 0) > 0
