@@ -117,7 +117,7 @@ class Service:
 
     async def merged(self, choices: list[Choice]) -> AsyncIterator[tuple[Choice, Piece]]:
         """Pieces of all choices as they come."""
-        queue: asyncio.Queue[tuple[Choice, Piece] | MeshwrightError | None] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[Choice, Piece] | Exception | None] = asyncio.Queue()
 
         async def one(choice: Choice) -> None:
             watch = Watch(self.times)
@@ -126,7 +126,7 @@ class Service:
                     watch.token(piece.ended is not None)
                     queue.put_nowait((choice, piece))
                 queue.put_nowait(None)
-            except MeshwrightError as error:
+            except Exception as error:
                 queue.put_nowait(error)
 
         tasks = [asyncio.create_task(one(choice)) for choice in choices]
@@ -134,7 +134,7 @@ class Service:
             left = len(tasks)
             while left:
                 got = await queue.get()
-                if isinstance(got, MeshwrightError):
+                if isinstance(got, Exception):
                     raise got
                 if got is None:
                     left -= 1
