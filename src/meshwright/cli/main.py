@@ -13,6 +13,7 @@ from meshwright.cli.plan import plan_app
 from meshwright.cli.prove import prove
 from meshwright.cli.run import run_app
 from meshwright.cli.serve import serve
+from meshwright.cli.train import export_checkpoint, train
 from meshwright.errors import MeshwrightError
 from meshwright.version import VERSION
 
@@ -27,6 +28,8 @@ app = typer.Typer(
 app.add_typer(plan_app, name="plan")
 app.add_typer(run_app, name="run")
 run_app.command("serve")(serve)
+run_app.command("train")(train)
+run_app.command("export")(export_checkpoint)
 app.command("check")(check)
 app.command("prove")(prove)
 app.command("doctor")(doctor)

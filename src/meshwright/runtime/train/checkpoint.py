@@ -29,9 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from meshwright.errors import InputError, MeshwrightError
-from meshwright.moves.reshard import Box
 from meshwright.runtime.train import folders
-from meshwright.runtime.train.pieces import LocalPiece, TensorPiece, tensor_pieces
+from meshwright.runtime.train.pieces import LocalPiece, TensorPiece, tensor_pieces, whole_piece
 from meshwright.runtime.train.planner import LoadBoxes, SaveBoxes
 from meshwright.runtime.train.storage import Reader, Writer
 from meshwright.specs.placement import Coordinate, Placement
@@ -67,6 +66,11 @@ class Checkpoints:
                 raise InputError(f"--checkpoint {base}: cannot be made ({error.strerror})") from None
             folders.clean(base)
         self._meet()
+
+    @property
+    def published(self) -> Path | None:
+        """The last checkpoint of the folder; None: there is none."""
+        return folders.latest(self.base)
 
     def save(self, step: int, pieces: Iterable[LocalPiece], facts: Mapping[str, Any]) -> None:
         """Copy what this rank holds and write it while training goes on; waits for the save before it.
@@ -183,15 +187,13 @@ def whole(folder: Path, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
     Raises:
         InputError: as ``load``.
     """
-    shape = stored(folder)[key]
-    tensor = torch.empty(shape, dtype=dtype)
-    fill(folder, [TensorPiece(key, tensor, Box((0,) * len(shape), shape), shape)])
+    tensor = torch.empty(stored(folder)[key], dtype=dtype)
+    fill(folder, [whole_piece(key, tensor)])
     return tensor
 
 
 def _random_state() -> TensorPiece:
-    state = torch.get_rng_state()
-    return TensorPiece(RANDOM, state, Box((0,), tuple(state.shape)), tuple(state.shape))
+    return whole_piece(RANDOM, torch.get_rng_state())
 
 
 @contextmanager

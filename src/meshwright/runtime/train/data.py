@@ -25,6 +25,10 @@ class Batch:
     ids: Tensor
     labels: Tensor
 
+    def to(self, device: str | torch.device) -> Batch:
+        """The same on a device."""
+        return Batch(self.ids.to(device), self.labels.to(device))
+
 
 class Samples:
     """The samples of a corpus: number ``n`` is tokens ``n * seq`` to ``(n + 1) * seq``, and the token behind them.

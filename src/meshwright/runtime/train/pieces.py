@@ -57,6 +57,12 @@ def key_of(kind: str, name: str) -> str:
     return f"{kind}/{name}"
 
 
+def whole_piece(key: str, tensor: Tensor) -> TensorPiece:
+    """All of a tensor as one box."""
+    shape = tuple(tensor.shape)
+    return TensorPiece(key, tensor, Box((0,) * len(shape), shape), shape)
+
+
 def tensor_pieces(pieces: Iterable[LocalPiece], placement: Placement, coordinate: Coordinate) -> Iterator[TensorPiece]:
     """Boxes of the whole tensors that a rank's runs are.
 

@@ -58,10 +58,11 @@ class Watch:
         base: folder in which ``stuck-step-N`` is made.
         rank, world: this rank, of how many.
         timeout_s: longest time of a step; 0: any.
+        tell: say so on the standard error, where no launcher does.
     """
 
-    def __init__(self, base: Path, rank: int, world: int, timeout_s: float) -> None:
-        self.base, self.rank, self.world, self.timeout_s = base, rank, world, timeout_s
+    def __init__(self, base: Path, rank: int, world: int, timeout_s: float, tell: bool = False) -> None:
+        self.base, self.rank, self.world, self.timeout_s, self.tell = base, rank, world, timeout_s, tell
         self._due: tuple[float, int] | None = None
         if timeout_s > 0:
             threading.Thread(target=self._run, name="meshwright-watch", daemon=True).start()
@@ -83,7 +84,7 @@ class Watch:
                 folder = stuck_folder(self.base, due[1])
                 leave_traces(folder, self.rank)
                 _wait_for(folder, self.world)
-                if self.rank == 0:
+                if self.tell and self.rank == 0:
                     print(says(folder, self.timeout_s), file=sys.stderr, flush=True)
                 os._exit(STUCK)
 

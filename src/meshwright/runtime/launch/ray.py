@@ -1,0 +1,203 @@
+"""The same target on a Ray cluster: one actor a rank, a tp group within a node, stages across nodes.
+
+Ranks meet as torch.distributed ranks do: rank 0 opens the rendezvous store on its node, the others join it by address.
+Ray places, starts and stops them, and tells when one died; nothing of the training goes through Ray.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from meshwright.errors import InputError, MeshwrightError
+from meshwright.runtime.launch.local import RankError
+from meshwright.specs.placement import Placement
+
+#: How long a cluster may take to find room for all ranks.
+ROOM_S = 60.0
+
+
+def run_ray(
+    target: Callable[..., Any],
+    world: int,
+    args: Sequence[Any] = (),
+    timeout_s: float = 600.0,
+    *,
+    placement: Placement | None = None,
+    address: str | None = None,
+    backend: str = "gloo",
+) -> list[Any]:
+    """Run ``target(rank, *args)`` as ``world`` actors and return their results in rank order.
+
+    Args:
+        target: an importable function, installed on every node; each rank has initialised torch.distributed (unless
+            ``world`` is 1).
+        world: number of ranks.
+        args: the same for all ranks; serialized by Ray.
+        timeout_s: bound on the whole call and on every collective in it.
+        placement: which ranks form a tp group; None: all lie wherever there is room.
+        address: of the cluster; None: the one of the environment (``RAY_ADDRESS``), or a local one made for this call.
+        backend: of torch.distributed; ``nccl``: one GPU a rank.
+
+    Raises:
+        InputError: Ray is not installed, or the cluster cannot be reached.
+        RankError: no room for all ranks, a rank failed or died, or no result in time. All ranks are ended by then.
+        MeshwrightError: as a rank raised it.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise InputError("--ray needs the package ray: pip install 'meshwright[ray]'")
+    import ray
+
+    started = _connect(ray, address, world)
+    gpus = 1 if backend == "nccl" else 0
+    bundles = [{"CPU": float(len(ranks)), "GPU": float(len(ranks) * gpus)} for ranks in nodes(world, placement)]
+    room = ray.util.placement_group(bundles, strategy="PACK")
+    actors: list[Any] = []
+    try:
+        if not room.wait(ROOM_S):
+            raise RankError(f"the Ray cluster has no room for {len(bundles)} x {bundles[0]}; {_has(ray)}")
+        actors = _actors(ray, room, world, placement, gpus)
+        return _collect(ray, actors, (target, tuple(args), world, backend, timeout_s), timeout_s)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        ray.util.remove_placement_group(room)
+        if started:
+            ray.shutdown()
+
+
+def nodes(world: int, placement: Placement | None) -> list[tuple[int, ...]]:
+    """Ranks that must lie on one node: every tp group; without a placement every rank alone."""
+    if placement is None:
+        return [(rank,) for rank in range(world)]
+    groups = (placement.group("tp", placement.coordinate(rank)) for rank in range(world))
+    return list(dict.fromkeys(groups))
+
+
+def _connect(ray: Any, address: str | None, world: int) -> bool:
+    """Join the cluster; True where this call did."""
+    if ray.is_initialized():
+        return False
+    local = address is None and not os.environ.get("RAY_ADDRESS")
+    try:
+        if local:
+            ray.init(num_cpus=world, include_dashboard=False, log_to_driver=True, logging_level="ERROR")
+        else:
+            ray.init(address=address or "auto", log_to_driver=True, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InputError(f"--address {address}: no Ray cluster there ({str(error).splitlines()[0][:100]})") from None
+    return True
+
+
+def _has(ray: Any) -> str:
+    has = ray.cluster_resources()
+    return f"it has {has.get('CPU', 0):g} CPU and {has.get('GPU', 0):g} GPU"
+
+
+def _actors(ray: Any, room: Any, world: int, placement: Placement | None, gpus: int) -> list[Any]:
+    """One actor a rank, each in the bundle of its tp group."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    bundle = {rank: number for number, ranks in enumerate(nodes(world, placement)) for rank in ranks}
+    remote = ray.remote(Rank)
+    return [
+        remote.options(
+            num_cpus=1,
+            num_gpus=gpus,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle[rank]),
+        ).remote(rank)
+        for rank in range(world)
+    ]
+
+
+def _collect(ray: Any, actors: list[Any], what: tuple[Any, ...], timeout_s: float) -> list[Any]:
+    """Have all ranks run; the first that fails ends the wait."""
+    due = time.monotonic() + timeout_s
+    try:
+        where = ray.get(actors[0].open.remote(len(actors), timeout_s), timeout=ROOM_S)
+        running = {actor.run.remote(where, *what): rank for rank, actor in enumerate(actors)}
+        results: dict[int, Any] = {}
+        while running:
+            ready, _ = ray.wait(list(running), timeout=max(0.0, due - time.monotonic()))
+            if not ready:
+                raise RankError(
+                    f"no result of ranks {sorted(running.values())} within {timeout_s:g} s; all were stopped"
+                )
+            for reference in ready:
+                rank = running.pop(reference)
+                results[rank] = _result(ray, reference, rank, len(actors))
+    except ray.exceptions.GetTimeoutError:
+        raise RankError(f"no Ray actor came up within {ROOM_S:g} s") from None
+    return [results[rank] for rank in range(len(actors))]
+
+
+def _result(ray: Any, reference: Any, rank: int, world: int) -> Any:
+    """What a rank reported, or its error."""
+    try:
+        kind, *values = ray.get(reference)
+    except ray.exceptions.RayActorError:
+        raise RankError(f"rank {rank} of {world} died; the others were stopped") from None
+    if kind == "result":
+        return values[0]
+    error, line, trace, _ = values
+    if error is not None:
+        raise error(line)
+    raise RankError(f"rank {rank} of {world} failed: {line}; the others were stopped", trace)
+
+
+class Rank:
+    """One rank as an actor."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.store: Any = None
+
+    def open(self, world: int, timeout_s: float) -> tuple[str, int]:
+        """Rank 0: open the rendezvous store; ``(host, port)``."""
+        import ray
+
+        from meshwright.runtime.launch.rank import open_store
+
+        host = ray.util.get_node_ip_address()
+        self.store = open_store(host, 0, world, timedelta(seconds=timeout_s))
+        return host, self.store.port
+
+    def run(
+        self,
+        where: tuple[str, int],
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        world: int,
+        backend: str,
+        timeout_s: float,
+    ) -> tuple[Any, ...]:
+        """Meet the others, run the target; ``("result", value)`` or ``("error", ...)`` as ``rank.described`` says."""
+        import torch
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import TCPStore
+
+        from meshwright.runtime.launch.rank import described
+
+        torch.set_num_threads(1)
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            if world > 1:
+                store = self.store or TCPStore(*where, world, False, timeout)
+                _interface(where[0])
+                dist.init_process_group(backend, store=store, rank=self.rank, world_size=world, timeout=timeout)
+            return "result", target(self.rank, *args)
+        except BaseException as error:
+            kind, line, trace, after = described(error)
+            return "error", kind if kind is None or issubclass(kind, MeshwrightError) else None, line, trace, after
+
+
+def _interface(host: str) -> None:
+    """Have gloo use loopback where all ranks are on this machine."""
+    if host in {"127.0.0.1", socket.gethostbyname("localhost")}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
