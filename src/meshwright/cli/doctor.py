@@ -1,4 +1,4 @@
-"""``meshwright doctor``: why does it hang?"""
+"""``meshwright doctor``: why does it hang, why is it slow?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from meshwright.doctor.findings import Finding
     from meshwright.doctor.incident import Incident
 
-_PATH = typer.Argument(None, help="A folder, file or archive of anything: dumps, logs, stacks, NCCL output.")
+_PATH = typer.Argument(
+    None, help="A folder, file or archive of anything: dumps, logs, stacks, NCCL output, profiler traces."
+)
 _HTML = typer.Option(None, "--html", help="Write one offline page with the calls of all ranks as a picture.")
 _PERFETTO = typer.Option(None, "--perfetto", help="Write the recorded calls as a trace that Perfetto opens.")
 _REPRODUCE = typer.Option(None, "--reproduce", help="Write a program of two ranks that fails alike, and run it once.")
@@ -39,7 +41,7 @@ def doctor(
     world: int = typer.Option(2, "--world", help="Ranks of the ladder."),
     timeout: str = typer.Option("120s", "--timeout", help="Bound on the ladder."),
 ) -> None:
-    """Read what a hanging job left and say who is to blame, and where. Exit 0: healthy, 1: a finding, 2: bad input."""
+    """Read what a hanging or slow job left and say who is to blame, and where. Exit 0: healthy, 1: a finding."""
     if how:
         from meshwright.doctor.how import as_text
 
@@ -49,13 +51,13 @@ def doctor(
         _ladder(world, backend, seconds(timeout, "--timeout"), as_json)
     if path is None:
         raise InputError("doctor needs what the job left: meshwright doctor FOLDER (or --how: what to set beforehand)")
-    from meshwright.doctor.hang import diagnose
+    from meshwright.doctor.judge import judge
     from meshwright.doctor.readers.walk import read_incident
 
     if path.is_dir() and not any(name for _, _, names in os.walk(path) for name in names):
         raise InputError(f"{str(path)[:200]}: no file in it; the doctor needs dumps, logs or stacks of the job")
     incident = read_incident(path, _Progress())
-    findings = diagnose(incident)
+    findings = judge(incident)
     if redact:
         from meshwright.doctor import redact as redaction
 

@@ -6,6 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+#: Why a job is slow (``doctor.slow``); the others say why it hangs.
+SLOW_KINDS = (
+    "input_bound",
+    "launch_bound",
+    "sync_bound",
+    "compute_straggler",
+    "latency_bound_comm",
+    "bandwidth_bound_comm",
+    "slow_link",
+    "stage_imbalance",
+    "sequence_imbalance",
+    "expert_imbalance",
+    "throttled",
+    "gc_pauses",
+    "tiny_buckets",
+    "queueing",
+    "kv_pressure",
+)
 KINDS = (
     "host_stuck",
     "device_stuck",
@@ -22,6 +40,7 @@ KINDS = (
     "all_arrived",
     "slow_not_stuck",
     "environment_mismatch",
+    *SLOW_KINDS,
     "healthy",
     "unknown",
 )
@@ -49,6 +68,7 @@ class Finding:
         op: the operation.
         expected, found: what the majority called and what the guilty ones did, for people.
         consequences: what is seen as well but merely follows, one line each.
+        numbers: what was measured, (name with its unit, value).
     """
 
     kind: str
@@ -68,11 +88,13 @@ class Finding:
     expected: str | None = None
     found: str | None = None
     consequences: tuple[str, ...] = ()
+    numbers: tuple[tuple[str, float], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: every field by its name, tuples as lists."""
+        """Plain data: every field by its name, tuples as lists, numbers as an object."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+        return plain | {"numbers": dict(self.numbers)}
 
 
 def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:

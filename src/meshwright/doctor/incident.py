@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
+    from meshwright.doctor.job import Job
+    from meshwright.doctor.slow_view import SlowView
     from meshwright.ledger.tracks import Track
 
 #: States of a recorded call. UNKNOWN: the recorder does not tell, or it is over without anybody knowing how.
@@ -190,6 +192,8 @@ class Incident:
         earlier: last issue (Unix ns) in another dump of a rank, which ends before the one that counts.
         spare: rows of a second recorder by global rank, until ``settle``.
         tracks: what profiler traces show of the time of each rank, ascending.
+        jobs: operations of pipelined training jobs.
+        times: what follows from the tracks, made when it is first asked for (``slow_view.view_of``).
     """
 
     def __init__(self) -> None:
@@ -204,6 +208,8 @@ class Incident:
         self.earlier: dict[int, int] = {}
         self.dropped_facts = 0
         self.tracks: list[Track] = []
+        self.jobs: list[Job] = []
+        self.times: SlowView | None = None
 
     def add_fact(
         self,

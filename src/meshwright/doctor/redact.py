@@ -68,7 +68,7 @@ def redacted(finding: Finding, hosts: frozenset[str] = frozenset()) -> Finding:
             return redact(value, hosts)
         return tuple(clean(v) for v in value) if isinstance(value, tuple) else value
 
-    kept = {"kind", "confidence", "advice"}
+    kept = {"kind", "confidence", "advice", "numbers"}
     return replace(finding, **{f.name: clean(getattr(finding, f.name)) for f in fields(finding) if f.name not in kept})
 
 

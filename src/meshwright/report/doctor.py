@@ -59,6 +59,7 @@ def as_text(findings: Sequence[Finding], incident: Incident | None = None) -> Gr
         made.add_row(*map(shown, cells), f.confidence)
     parts: list[Any] = [shown(line) for line in verdict(findings)]
     parts += ["", made]
+    at = len(parts)
     for number, f in enumerate(findings, 1):
         mark = f" of {number}, {f.kind}" if len(findings) > 1 else ""
         sections = (
@@ -71,6 +72,12 @@ def as_text(findings: Sequence[Finding], incident: Incident | None = None) -> Gr
                 parts += ["", f"[bold]{escape(title)}[/bold]", *(f"  {shown(line)}" for line in lines[:MAX_LINES])]
                 if len(lines) > MAX_LINES:
                     parts.append(f"  ... {len(lines) - MAX_LINES} more in --json")
+    if incident is not None and incident.times is not None and incident.times.tracks:
+        from meshwright.report.slow import breakdown_table, collectives_table
+
+        parts[at:at] = ["", breakdown_table(incident.times)]
+        if incident.times.meetings:
+            parts[at + 2 : at + 2] = ["", collectives_table(incident.times)]
     if incident is not None:
         parts += ["", escape(read_line(incident))]
     return Group(*parts)
@@ -80,6 +87,13 @@ def read_line(incident: Incident) -> str:
     """What was read, in a line."""
     calls = sum(map(len, incident.traces.values()))
     world = f" of {incident.world}" if incident.world else ""
+    if incident.tracks and any(t.steps for t in incident.tracks):
+        events = sum(t.counts.get("events", 0) for t in incident.tracks)
+        steps = sum(len(t.steps) for t in incident.tracks)
+        return f"Read: traces of {len(incident.tracks)} ranks ({events:,} events, {steps} steps)"
+    if incident.jobs:
+        rows = sum(op.start_s.size for job in incident.jobs for op in job.ops)
+        return f"Read: {rows:,} operations of {sum(len(job.steps) for job in incident.jobs)} steps"
     return f"Read: calls of {len(incident.traces)}{world} ranks ({calls:,}), {len(incident.facts):,} lines of logs"
 
 
@@ -94,4 +108,14 @@ def as_json(findings: Sequence[Finding], incident: Incident) -> dict[str, Any]:
         "ranks_read": sorted(incident.traces),
         "calls_read": sum(map(len, incident.traces.values())),
         "facts_read": len(incident.facts) + incident.dropped_facts,
+        "times": _times(incident),
     }
+
+
+def _times(incident: Incident) -> dict[str, Any] | None:
+    """What traces tell of time; None without any."""
+    if incident.times is None or not incident.times.tracks:
+        return None
+    from meshwright.report.slow import as_json as times
+
+    return times(incident.times)

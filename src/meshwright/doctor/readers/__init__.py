@@ -62,6 +62,7 @@ class Reader(Protocol):
 #: has ``nccl_version``, and RAS asks for more.
 READERS = (
     "meshwright.doctor.readers.kineto",
+    "meshwright.doctor.readers.straggler",
     "meshwright.doctor.readers.ras",
     "meshwright.doctor.readers.flight_recorder",
     "meshwright.doctor.readers.ledger",

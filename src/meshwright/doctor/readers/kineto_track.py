@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.doctor.readers.kineto_calls import calls_of
 from meshwright.doctor.readers.kineto_names import DATA, SYNC, WORK, step_number
 from meshwright.doctor.readers.kineto_rows import ABSOLUTE_US, Device, Rows, Spans
-from meshwright.ledger.intervals import Stretches, Times, empty, layers, union
+from meshwright.ledger.intervals import Stretches, Times, clip, empty, layers, length, union
 from meshwright.ledger.tracks import COMM_OPS, PLACE, Step, Track
 
 #: Names of kernels kept, the longest ones, and length of a name.
@@ -42,6 +42,8 @@ def track_of(rows: Rows, meta: Meta, source: str) -> Track:
     track.steps = _steps(rows, shift)
     track.marked = bool(rows.steps)
     kernels, copies = _stretch(rows.kernels), _stretch(rows.copies)
+    if track.marked and not _covers(track.steps, kernels, shift):
+        track.steps, track.marked = _device_steps(track.steps, rows, kernels, shift)
     track.calls = calls_of(rows, info, on_device=bool(len(rows.kernels.start) or rows.calls))
     for call in track.calls:
         call.started_ns, call.ended_ns = (call.started_ns or 0) + shift, (call.ended_ns or 0) + shift
@@ -88,6 +90,26 @@ def _steps(rows: Rows, shift: int) -> list[Step]:
     starts = [min(c.start) for c in columns if c.start] + [c.start for c in (*rows.calls, *rows.host_calls)]
     ends = [max(c.end) for c in columns if c.end] + [c.end for c in (*rows.calls, *rows.host_calls)]
     return [Step(0, min(starts) + shift, max(ends) + shift, "whole recording")] if starts else []
+
+
+def _covers(steps: list[Step], kernels: Stretches, shift: int) -> bool:
+    """Whether at least half of the kernels' time lies in marked steps: engines launch ahead of what they mark."""
+    work = union(kernels[0] + shift, kernels[1] + shift)
+    inside = sum(length(clip(work, s.start_ns, s.end_ns)) for s in steps)
+    return 2 * inside >= length(work)
+
+
+def _device_steps(steps: list[Step], rows: Rows, kernels: Stretches, shift: int) -> tuple[list[Step], bool]:
+    """Steps as the device lived them, from the first kernel that each launched; else from first to last kernel."""
+    at = _launched_at(rows, kernels) + shift
+    starts = np.array([s.start_ns for s in steps], np.int64)
+    of = np.searchsorted(starts, at, side="right") - 1
+    begins = [int(kernels[0][of == n].min()) + shift if (of == n).any() else -1 for n in range(len(steps))]
+    last = int(kernels[1].max()) + shift
+    if len(steps) < 2 or min(begins) < 0 or sorted(begins) != begins:
+        return [Step(0, int(kernels[0].min()) + shift, last, "from the first kernel to the last")], False
+    ends = [*begins[1:], last]
+    return [Step(s.number, b, e, s.name) for s, b, e in zip(steps, begins, ends, strict=True)], True
 
 
 def _outermost(steps: list[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
@@ -142,15 +164,7 @@ def _label(track: Track, rows: Rows, kernels: Stretches, copies: Stretches, shif
 
 def _device_work(rows: Rows, kernels: Stretches, shift: int) -> dict[str, Stretches]:
     """Kernels by the part of the step in which they were launched."""
-    launched = _launch_times(rows)
-    at = kernels[0].copy()
-    if launched is not None:
-        ids, times = launched
-        wanted = np.array(rows.kernels.correlation, np.int64)
-        place = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
-        known = ids[place] == wanted
-        at = np.where(known, times[place], at)
-    at = at + shift
+    at = _launched_at(rows, kernels) + shift
     starts, ends = kernels[0] + shift, kernels[1] + shift
     backward, optimizer = _spans(rows, "backward", shift), _spans(rows, "optimizer", shift)
     of_backward, of_optimizer = _within(at, backward), _within(at, optimizer)
@@ -163,12 +177,16 @@ def _device_work(rows: Rows, kernels: Stretches, shift: int) -> dict[str, Stretc
     }
 
 
-def _launch_times(rows: Rows) -> tuple[Times, Times] | None:
+def _launched_at(rows: Rows, kernels: Stretches) -> Times:
+    """When the host launched each kernel; where that is not recorded, when it began."""
     if not rows.launch_id:
-        return None
+        return kernels[0]
     ids, times = np.array(rows.launch_id, np.int64), np.array(rows.launch_at, np.int64)
     order = np.argsort(ids, kind="stable")
-    return ids[order], times[order]
+    ids, times = ids[order], times[order]
+    wanted = np.array(rows.kernels.correlation, np.int64)
+    place = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+    return np.where(ids[place] == wanted, times[place], kernels[0])
 
 
 def _cpu_work(rows: Rows, shift: int) -> dict[str, Stretches]:
@@ -234,10 +252,10 @@ def _lacks(track: Track, rows: Rows, info: Meta) -> None:
     """Say what the trace does not hold, for the reader of the verdict."""
     say = track.lacks.append
     if not track.steps:
-        say("no event with a time: nothing was recorded")
+        say("no operator, kernel or step of torch in it")
         return
     if not track.marked:
-        say("no step is marked (profiler.step() was not called): the whole recording counts as one step")
+        say("no step is marked around the kernels (profiler.step() was not called): all of it counts as one step")
     if track.rank < 0:
         say("the trace names no rank (no distributedInfo)")
     unnamed = sum(1 for c in track.calls if c.payload_bytes is None)
