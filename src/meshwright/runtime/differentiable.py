@@ -39,7 +39,7 @@ class Product(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of input, weight and bias."""
         (x,), weight = ctx.saved_tensors, ctx.weight
@@ -77,7 +77,7 @@ class RmsNorm(torch.autograd.Function):
         return (x_wide * shrink).mul_(_lifted(weight, offset, wide)).to(x.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Gradients of input and weight."""
         x, weight, shrink = ctx.saved_tensors

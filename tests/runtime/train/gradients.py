@@ -20,8 +20,9 @@ from meshwright.runtime.folder import Model, read_folder
 from meshwright.runtime.launch.local import run_local
 from meshwright.runtime.mesh import Mesh, build_mesh
 from meshwright.runtime.scope import scope
+from meshwright.runtime.train import batch as batches
 from meshwright.runtime.train.balance import Balance
-from meshwright.runtime.train.batch import shifted, train_batch
+from meshwright.runtime.train.batch import shifted
 from meshwright.runtime.train.groups import training_mesh
 from meshwright.runtime.train.model import NO_BALANCE, TrainChunk, build_chunks
 from meshwright.specs.layout import parse_layout
@@ -79,7 +80,7 @@ def on_rank(rank: int, job: Work) -> Found:
         if job.mistake is not None:
             from meshwright.runtime.mutate_train import TRAIN_MUTATIONS
 
-            stack.enter_context(TRAIN_MUTATIONS[job.mistake].at_work(mesh))
+            stack.enter_context(TRAIN_MUTATIONS[job.mistake].planted(mesh))
         chunks = build_chunks(mesh, weights, job.model.settings, recompute=job.recompute, balance=job.balance)
         return run(mesh, chunks[0], job)
 
@@ -97,7 +98,7 @@ def run(mesh: Mesh, chunk: TrainChunk, job: Work) -> Found:
         rows = slice(low, low + step)
         documents = None if job.documents is None else job.documents[rows]
         scale = 1.0 / job.micro_batches
-        batch = train_batch(mesh, job.ids[rows], job.labels[rows], documents=documents, aux_scale=scale)
+        batch = batches.train_batch(mesh, job.ids[rows], job.labels[rows], documents=documents, aux_scale=scale)
         with scope(phase="forward", microbatch=number):
             loss = chunk(None, batch)
         with scope(phase="backward", microbatch=number):

@@ -69,7 +69,7 @@ class TrainStep:
         lengths = self.batch.lengths
         if len(set(lengths)) == 1:
             return self._documents(q, k, v, len(lengths), how, sinks_H)
-        rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        rows = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
         return torch.cat([self._documents(*row, 1, how, sinks_H) for row in rows])
 
     def _documents(self, q: Tensor, k: Tensor, v: Tensor, count: int, how: Scores, sinks_H: Tensor | None) -> Tensor:
@@ -106,7 +106,8 @@ class TrainStep:
         wide = x_THd.repeat_interleave(copies, dim=1) if copies > 1 else x_THd
         there = exchanged(wide.unflatten(1, (size, -1)).transpose(0, 1), self.cp, f"{name} heads")
         rows = there.unflatten(1, (b, -1)).transpose(0, 1).flatten(1, 2)
-        return rows[:, dealt.whole_S].flatten(0, 1)
+        out: Tensor = rows[:, dealt.whole_S].flatten(0, 1)
+        return out
 
 
 def exchanged(x: Tensor, group: Group, name: str) -> Tensor:

@@ -106,8 +106,8 @@ def train_batch(
     positions_BS = torch.cat([torch.arange(n) for n in lengths]).view(b, s)
     cp = mesh.group("cp")
     if cp.size == 1:
-        flat = (x.reshape(-1).to(device) for x in (ids_BS, labels_BS, positions_BS))
-        return TrainBatch(*flat, b, lengths, None, None, _counted(labels_BS), aux_scale)
+        ids_T, labels_T, positions_T = (x.reshape(-1).to(device) for x in (ids_BS, labels_BS, positions_BS))
+        return TrainBatch(ids_T, labels_T, positions_T, b, lengths, None, None, _counted(labels_BS), aux_scale)
     at = [torch.tensor(dealt(Piece(0, s), cp.size, place)) for place in range(cp.size)]
     whole = torch.cat(at).argsort()
     padded = whole.shape[0]
@@ -120,16 +120,18 @@ def train_batch(
         lengths = (padded,) * b
     mine = at[cp.index]
     inside = mine < s
-
-    def own(x_BS: Tensor, fill: int) -> Tensor:
-        return torch.where(inside, x_BS[:, mine.clamp(max=s - 1)], fill).reshape(-1).to(device)
-
-    labels_T = own(labels_BS.cpu(), IGNORED)
-    positions = own(positions_BS, 0)
+    ids_T, labels_T, positions_T = (
+        rows_at(x, mine, fill).to(device) for x, fill in ((ids_BS, 0), (labels_BS, IGNORED), (positions_BS, 0))
+    )
     real = None if bool(inside.all()) else inside.repeat(b).to(device)
     table = Dealt(tuple(x.to(device) for x in at), whole.to(device), numbers)
-    ids_T = own(ids_BS.cpu(), 0)
-    return TrainBatch(ids_T, labels_T, positions, b, lengths, table, real, _counted(labels_T), aux_scale)
+    return TrainBatch(ids_T, labels_T, positions_T, b, lengths, table, real, _counted(labels_T), aux_scale)
+
+
+def rows_at(x_BS: Tensor, at_R: Tensor, fill: int) -> Tensor:
+    """What stands at some positions of every sequence, one behind the other; ``fill`` behind the end."""
+    s = x_BS.shape[1]
+    return torch.where(at_R < s, x_BS.cpu()[:, at_R.clamp(max=s - 1)], fill).reshape(-1)
 
 
 def _counted(labels: Tensor) -> int:

@@ -163,7 +163,7 @@ class Core(torch.autograd.Function):
         return whole.out.to(q.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of queries, keys, values and sinks."""
         q, k, v, sinks_H, *kept = ctx.saved_tensors

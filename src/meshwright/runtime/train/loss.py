@@ -71,7 +71,7 @@ class VocabularyLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients that the forward made, times that of the sum."""
         dx, dw = (x if x is None else x.mul_(scale.to(x.dtype)) for x in ctx.made)

@@ -14,7 +14,7 @@ Legend: T tokens of a micro-batch on a rank, R rows between the blocks (T, or it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -300,7 +300,8 @@ class TrainChunk(nn.Module):
     @property
     def routers(self) -> dict[int, TrainRouter]:
         """Routers of sparse layers that ran, by layer."""
-        return {layer.number: r for layer in self.layers if (r := cast(TrainLayer, layer).router) is not None}
+        layers = cast(Iterable[TrainLayer], self.layers)
+        return {layer.number: layer.router for layer in layers if layer.router is not None}
 
     def reset_counts(self) -> None:
         """Forget what routers counted: a new step begins."""

@@ -34,6 +34,7 @@ from meshwright.runtime.train.batch import TrainBatch
 from meshwright.runtime.train.core import Part, View, part, part_gradient, sinks_gradient, with_sinks
 
 Works = tuple[dist.Work | None, ...]
+_NO_WORK: Works = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class _Ring:
 
     def by_sequence(self, x: Tensor) -> Tensor:
         """Rows by sequence: ``(B, R, ...)``."""
-        return x.unflatten(0, (self.batch.sequences, -1))
+        return x.reshape(self.batch.sequences, -1, *x.shape[1:])
 
     def blocks(self, left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """The blocks of all places, the own one first, as ``(place, left, right)``; the next is under way meanwhile."""
@@ -81,7 +82,7 @@ class _Ring:
         widths = left.shape[-1], right.shape[-1]
         now = torch.cat((left, right), dim=-1)
         for step in range(size):
-            coming, works = now, ()
+            coming, works = now, _NO_WORK
             if step < size - 1:
                 with scope(name="K and V block"):
                     coming, works = exchange(now, self.cp, *neighbours(size, place))
@@ -120,7 +121,7 @@ class Ring(torch.autograd.Function):
         return whole.out.to(q_THd.dtype).flatten(0, 1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, do_THv: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of queries, what went round, sinks and the weight of ``unfold``."""
         q_THd, left, right, sinks_H, *kept = ctx.saved_tensors
@@ -171,7 +172,7 @@ class _Home:
 
 def _opened(ring: _Ring, left: Tensor, right: Tensor, weight: Tensor | None) -> Any:
     """Keys and values of a block, and what turns their gradients into those of ``(left, right, weight)``."""
-    if ring.unfold is None:
+    if ring.unfold is None or weight is None:
         return left, right, lambda dk, dv: (dk, dv, None)
     inputs = left.detach().requires_grad_(), right.detach().requires_grad_(), weight
     with torch.enable_grad():
