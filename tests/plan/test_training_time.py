@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshwright.engines.own.profile import OWN
-from meshwright.moves.pipeline import bubble
+from meshwright.moves.pipeline import bubble, refusal, schedule, simulate
+from meshwright.plan.pipeline_time import pipeline_seconds
+from meshwright.plan.timing.collective import Wiring
 from meshwright.plan.train_cost import train_cost
 from meshwright.plan.train_engine import engine_preset
 from meshwright.plan.training_time import (
@@ -20,17 +21,16 @@ from meshwright.plan.training_time import (
     constants,
     data_exposed,
     data_file,
-    pipeline_seconds,
+    every_stage,
     rates,
-    simulated_seconds,
     software_of,
     training_time,
     work_seconds,
 )
-from meshwright.plan.training_time_work import DataWork, Work, step_work
+from meshwright.plan.training_time_work import DataWork, Work, part_of, step_work
 from meshwright.specs.build import decoder
 from meshwright.specs.cluster import Cluster, parse_cluster
-from meshwright.specs.layout import Layout
+from meshwright.specs.layout import Fsdp, Layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.placement import Placement, place
 from meshwright.specs.workload import Train
@@ -66,44 +66,74 @@ def test_equal_stages_take_the_closed_form(p: int, m: int, v: int) -> None:
     layout = Layout(pp=p, virtual=v, schedule="interleaved" if v > 1 else "1f1b")
     whole = pipeline_seconds(layout, m, [(1.0, 2.0)] * p)
     assert whole == pytest.approx(3.0 * m / (1 - bubble(layout.schedule, p, m, v)))
-    assert simulated_seconds(layout, m, [(1.0, 2.0)] * p) == pytest.approx(whole)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zbv", "dualpipev"])
-def test_split_backwards_leave_a_smaller_bubble(schedule: str) -> None:
-    v = 1 if schedule == "zb-h1" else 2
-    layout = Layout(pp=4, schedule=schedule, virtual=v)  # type: ignore[arg-type]
-    plain = pipeline_seconds(Layout(pp=4), 16, [(1.0, 2.0)] * 4)
-    assert 48.0 < pipeline_seconds(layout, 16, [(1.0, 2.0)] * 4) < plain
+def simulated(layout: Layout, m: int, stages: list[tuple[float, float]]) -> float:
+    """The table of the schedule, run with these times (split backwards: those of the first stage)."""
+    chunks = 2 if layout.schedule in {"zbv", "dualpipev"} else layout.virtual
+    table = schedule(layout.schedule, layout.pp, m, chunks)
+    if layout.schedule in {"zb-h1", "zbv", "dualpipev"}:
+        return simulate(table, stages[0][0] / chunks, stages[0][1] / chunks).makespan
+    return simulate(
+        table, seconds_of=lambda a: stages[a.chunk % layout.pp]["FB".index(a.kind)] / layout.virtual
+    ).makespan
 
 
-def test_zero_bubble_beyond_the_simulated_part_is_the_closed_form() -> None:
-    for m in (4, 8, 40):
-        layout = Layout(pp=4, schedule="zb-h1")
-        whole = pipeline_seconds(layout, m, [(1.0, 2.0)] * 4)
-        assert whole == pytest.approx(3.0 * m / (1 - bubble("zb-h1", 4, m)))
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "dualpipev"])
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
+def test_equal_stages_take_what_the_table_takes(name: str, p: int) -> None:
+    """Every number of micro-batches up to three times the stages, every ratio of backward to forward."""
+    layout = Layout(pp=p, schedule=name, virtual=2 if name == "interleaved" else 1)  # type: ignore[arg-type]
+    for m in range(1, 3 * p + 2):
+        chunks = 1 if name in {"1f1b", "gpipe", "zb-h1"} else 2
+        if refusal(name, p, m, chunks) or (name == "interleaved" and m % p):
+            continue
+        for backward in (1.0, 1.6, 2.0, 2.4, 3.5):
+            stages = [(1.0, backward)] * p
+            assert pipeline_seconds(layout, m, stages) == pytest.approx(simulated(layout, m, stages)), (m, backward)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    stages=st.lists(st.floats(0.5, 2.0), min_size=2, max_size=5), rounds=st.integers(1, 4), v=st.sampled_from([1, 2])
-)
-def test_uneven_stages_lie_between_the_bounds(stages: list[float], rounds: int, v: int) -> None:
-    p = len(stages)
-    m = p * rounds
-    layout = Layout(pp=p, virtual=v, schedule="interleaved" if v > 1 else "1f1b")
-    pairs = [(s, 2 * s) for s in stages]
-    exact = simulated_seconds(layout, m, pairs)
-    slowest = 3 * max(stages)
-    # No stage can be faster than its own work, and all stages as slow as the slowest take longest.
-    assert m * slowest - 1e-9 <= exact <= pipeline_seconds(layout, m, [(slowest / 3, slowest / 1.5)] * p) + 1e-9
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved"])
+def test_uneven_stages_take_about_what_the_table_takes(name: str) -> None:
+    """Random stages: 1F1B never above the table and under 5 % below, interleaved within 9 %, GPipe exact; ends that
+    differ from equal inner stages, as models have them, within 2 %."""
+    rng = random.Random(4)
+    low, high = {"1f1b": (0.95, 1.0), "gpipe": (1.0, 1.0), "interleaved": (0.92, 1.09)}[name]
+    for _ in range(150):
+        p = rng.choice([2, 3, 4, 8])
+        m = p * rng.choice([2, 4])
+        layout = Layout(pp=p, schedule=name, virtual=2 if name == "interleaved" else 1)  # type: ignore[arg-type]
+        times = [rng.uniform(0.7, 1.5) for _ in range(p)]
+        ends = [1.0] * (p - 1) + [rng.uniform(1.0, 1.5)]
+        for lengths, down, up in ((times, low, high), (ends, 0.98, 1.02)):
+            stages = [(t, 2.2 * t) for t in lengths]
+            ratio = pipeline_seconds(layout, m, stages) / simulated(layout, m, stages)
+            assert down - 1e-9 <= ratio <= up + 1e-9, (p, m, lengths)
+
+
+def test_zero_bubble_with_chunks_is_simulated() -> None:
+    layout = Layout(pp=4, schedule="zb-h1", virtual=2)
+    plain = Layout(pp=4, schedule="interleaved", virtual=2)
+    assert 48.0 < pipeline_seconds(layout, 16, [(1.0, 2.0)] * 4) < pipeline_seconds(plain, 16, [(1.0, 2.0)] * 4)
 
 
 def test_one_slow_stage_paces_all() -> None:
     stages = [(1.0, 2.0), (1.0, 2.0), (1.0, 2.0), (1.5, 3.0)]
-    exact, form = (f(Layout(pp=4), 64, stages) for f in (simulated_seconds, pipeline_seconds))
-    assert form == pytest.approx(64 * 4.5 + 9.0)
-    assert exact == pytest.approx(form, rel=0.02)
+    assert pipeline_seconds(Layout(pp=4), 64, stages) == pytest.approx(64 * 4.5 + 9.0)
+
+
+def test_a_stage_that_was_not_timed_is_as_an_inner_one() -> None:
+    times = {0: stage(1.0, 2.0), 2: stage(3.0, 4.0), 4: stage(5.0, 6.0)}
+    assert [s.forward for s in every_stage(times, 5)] == [1.0, 3.0, 3.0, 3.0, 5.0]
+
+
+def test_shards_of_one_replica_a_node_stay_in_the_node() -> None:
+    assert part_of(Wiring(32, 8), "dp_shard", 4) == Wiring(8, 8)
+    assert part_of(Wiring(32, 8), "dp_replicate", 4) == Wiring(4, 1)
+    assert part_of(Wiring(32, 8), "dp", 4) == Wiring(32, 8)
+    spec = decoder(hidden=8192, layers=4, heads=64, kv_heads=8, ffn=28672, vocab=32000)
+    one, whole = (seconds(Layout(dp=32, zero=3, fsdp=knobs), spec=spec) for knobs in (Fsdp(replicas=4), None))
+    assert one < whole
 
 
 # What one rank does

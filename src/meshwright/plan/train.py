@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshwright.errors import IllegalLayoutError
 from meshwright.moves.pipeline import refusal
 from meshwright.plan.candidates import thin
-from meshwright.plan.explain import lost_by
-from meshwright.plan.explain_train import explain_train, searched_reasons
-from meshwright.plan.memory import TrainMemory
+from meshwright.plan.explain_train import Rival, explain_train, lost_to, rivals_of, searched_reasons
+from meshwright.plan.memory import ServeMemory, TrainMemory
 from meshwright.plan.plan import Alternative, Candidate, Motive, Plan, Rejected
-from meshwright.plan.train_candidates import parameter_counts, promise, state_bound, training_layouts
+from meshwright.plan.train_candidates import (
+    SPARE,
+    TIE,
+    parameter_counts,
+    promise,
+    simplicity,
+    state_bound,
+    training_layouts,
+)
 from meshwright.plan.train_cost import train_cost
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.train_memory import train_memory
@@ -34,14 +42,11 @@ if TYPE_CHECKING:
 
 #: Modes from the cheapest to the one that keeps least.
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-#: Layouts that are counted in full, most promising first; and those whose memory alone is counted.
+#: Without a search over arrays: layouts counted in full, most promising first, and those whose memory alone is.
 MAX_COSTED = 12
 MAX_COUNTED = 48
-TIE = 0.02
 MAX_ALTERNATIVES = 4
 MAX_REJECTED = 8
-#: Devices from which every layout of the space is costed over arrays; below, a few dozen promising ones row by row.
-SEARCHED = 256
 #: Bytes a parameter of plain mixed-precision AdamW: bf16 weight, fp32 gradient, fp32 master copy and two moments
 #: (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1, with the gradient in fp32).
 STATE_BYTES = 18
@@ -108,11 +113,22 @@ def plan_train(
         fits=True,
         chosen=chosen,
         rules=chosen.rules,
-        reasons=explain_train(spec, cluster, _train_of(chosen), chosen, recompute_fixed) + searched_reasons(searched),
+        reasons=explain_train(
+            spec, cluster, _train_of(chosen), chosen, recompute_fixed, _rivals(chosen, works, searched)
+        )
+        + searched_reasons(searched),
         alternatives=alternatives(chosen, works),
         rejected=tuple(thin(rejected, MAX_REJECTED)),
         searched=searched,
     )
+
+
+def _rivals(chosen: Candidate, works: list[Candidate], searched: Found | None) -> Mapping[str, Rival | None]:
+    """The fastest layouts on the other side of every axis, of the search over arrays or of what was looked at."""
+    if searched is None:
+        return rivals_of(chosen, works)
+    points = searched.rivals.items()
+    return {a: None if p is None else Rival(p.layout, p.tokens_per_s_device, p.parts) for a, p in points}
 
 
 def _train_of(candidate: Candidate) -> Train:
@@ -129,24 +145,36 @@ def motive_of(ctx: TrainContext, layout: Layout) -> Motive:
 
 def _search(ctx: TrainContext) -> tuple[list[Candidate], list[Rejected], Found | None]:
     """Candidates that fit, best first; what was refused; the search over arrays where there was one."""
-    if ctx.cluster.devices >= SEARCHED and (all_of := _full_search(ctx)) is not None:
+    if (all_of := _full_search(ctx)) is not None:
         return _searched(ctx, all_of), _refused(ctx, flat=True)[0], all_of
     rejected, legal = _refused(ctx)
     legal.sort(key=lambda item: promise(item[0]))
     works: list[Candidate] = []
+    tight: list[Candidate] = []
     for layout, rules in legal[:MAX_COUNTED]:
         if len(works) >= MAX_COSTED:
             break
         found = _least_recompute(ctx, layout, rules)
         if isinstance(found, Candidate):
-            works.append(found)
+            (works if _roomy(found.memory) else tight).append(found)
         else:
             rejected.append(found)
-    return _ordered(works), rejected, None
+    return _ordered(works or tight), rejected, None
+
+
+def _roomy(memory: ServeMemory | TrainMemory) -> bool:
+    """Whether every rank leaves as much free as a chosen layout should."""
+    return all(r.total_bytes <= (1 - SPARE) * r.capacity_bytes for r in memory.ranks)
+
+
+def speed(candidate: Candidate) -> float:
+    """Predicted tokens a second."""
+    step = candidate.cost.predicted_step
+    return step.tokens_per_s if step is not None else candidate.cost.tokens_per_s
 
 
 def _ordered(works: list[Candidate]) -> list[Candidate]:
-    best = max((c.cost.tokens_per_s for c in works), default=0.0)
+    best = max(map(speed, works), default=0.0)
     return sorted(works, key=lambda c: rank_key(c, best))
 
 
@@ -181,51 +209,48 @@ def _full_search(ctx: TrainContext) -> Found | None:
     if not available(ctx.profile, ctx.work):
         return None
     found = search_training(
-        ctx.spec, ctx.cluster, ctx.work, ctx.profile, ctx.engine, recompute_fixed=ctx.recompute_fixed, keep=MAX_COSTED
+        ctx.spec, ctx.cluster, ctx.work, ctx.profile, ctx.engine, recompute_fixed=ctx.recompute_fixed
     )
     return found if found.best else None
 
 
 def _searched(ctx: TrainContext, found: Found) -> list[Candidate]:
-    """The best layouts of a full search, counted row by row."""
+    """The best layouts of a full search in its order, counted row by row: one for every (tp, pp, zero)."""
+    shown = {(p.layout.tp, p.layout.pp, p.layout.zero): p for p in reversed(found.best)}
     works = []
-    for point in found.best:
+    for point in [p for p in found.best if shown[p.layout.tp, p.layout.pp, p.layout.zero] is p][: MAX_ALTERNATIVES + 1]:
         rules = tuple(ctx.profile.check(ctx.spec, point.layout, ctx.cluster, ctx.work))
-        counted = _least_recompute(ctx, point.layout, rules)
-        if isinstance(counted, Candidate):
-            works.append(counted)
-    return _ordered(works)
+        works.append(_counted(ctx, point.layout, rules, replace(ctx.work, recompute=point.recompute)))
+    return [candidate for candidate in works if candidate.fits]
 
 
-def mode_that_fits(ctx: TrainContext, layout: Layout) -> tuple[Train, TrainMemory]:
-    """The workload with the least recompute under which the layout fits (full recompute when none does), and what the
-    stages that can be the fullest then hold."""
+def mode_that_fits(ctx: TrainContext, layout: Layout, *, spare: bool = False) -> tuple[Train, TrainMemory]:
+    """The workload with the least recompute under which the layout fits (``spare``: and leaves room, if any does), and
+    what the stages that can be the fullest then hold; full recompute when nothing fits."""
 
     def counted(mode: Recompute) -> tuple[Train, TrainMemory]:
         work = replace(ctx.work, recompute=mode)
         return work, train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine, few=True)
 
+    fits = _roomy if spare else (lambda memory: memory.fits)
     least = counted(ctx.work.recompute if ctx.recompute_fixed else RECOMPUTE[0])
-    if ctx.recompute_fixed or least[1].fits:
+    if ctx.recompute_fixed or fits(least[1]):
         return least
     most = counted(RECOMPUTE[-1])
-    if not most[1].fits:
-        return most
+    if not fits(most[1]):
+        return mode_that_fits(ctx, layout) if spare else most
     between = (counted(mode) for mode in RECOMPUTE[1:-1])
-    return next((found for found in between if found[1].fits), most)
+    return next((found for found in between if fits(found[1])), most)
 
 
 def _least_recompute(ctx: TrainContext, layout: Layout, rules: tuple[Rule, ...]) -> Candidate | Rejected:
-    """The layout with the least recompute that fits; its cost is that of the first, middle and last stage."""
-    try:
-        placement = place(ctx.spec, layout, ctx.profile, sections=("decoder", "vision"))
-    except IllegalLayoutError as error:
-        return Rejected(layout, "illegal", str(error))
-    work, memory = mode_that_fits(ctx, layout)
+    """The layout with the least recompute that fits and leaves room."""
+    work, memory = mode_that_fits(ctx, layout, spare=True)
     if memory.fits:
-        stages = {0, len(placement.stages) // 2, len(placement.stages) - 1}
-        few = replace(placement, classes=tuple(c for c in placement.classes if c.coordinate.pp in stages))
-        return Candidate(layout, placement, memory, train_cost(few, ctx.cluster, work, ctx.engine), rules, work)
+        try:
+            return _counted(ctx, layout, rules, work, memory)
+        except IllegalLayoutError as error:
+            return Rejected(layout, "illegal", str(error))
     worst = memory.worst
     text = (
         f"rank {worst.rank} needs {gib(worst.total_bytes)} of {gib(worst.capacity_bytes)} with {work.recompute} "
@@ -234,13 +259,27 @@ def _least_recompute(ctx: TrainContext, layout: Layout, rules: tuple[Rule, ...])
     return Rejected(layout, "does_not_fit", text)
 
 
+def _counted(
+    ctx: TrainContext, layout: Layout, rules: tuple[Rule, ...], work: Train, memory: TrainMemory | None = None
+) -> Candidate:
+    """A layout with the memory of the stages that can be the fullest, and the bound of its first, middle and last
+    stage; all stages are predicted.
+
+    Raises:
+        IllegalLayoutError: the engine refuses the layout.
+    """
+    placement = place(ctx.spec, layout, ctx.profile, sections=("decoder", "vision"))
+    memory = memory or train_memory(ctx.spec, layout, ctx.cluster, work, ctx.engine, few=True)
+    stages = {0, len(placement.stages) // 2, len(placement.stages) - 1}
+    few = replace(placement, classes=tuple(c for c in placement.classes if c.coordinate.pp in stages))
+    cost = train_cost(few, ctx.cluster, work, ctx.engine, whole=placement)
+    return Candidate(layout, placement, memory, cost, rules, work)
+
+
 def rank_key(candidate: Candidate, best: float) -> tuple[float, ...]:
-    """Order of layouts that fit: throughput bound in steps, then simplicity."""
-    behind = 1.0 - candidate.cost.tokens_per_s / best if best else 0.0
-    layout = candidate.layout
-    cuts = layout.tp * layout.pp * layout.cp
-    plain = (layout.schedule != "1f1b", layout.pp, layout.tp, layout.ep, layout.micro_batch)
-    return (int(behind / TIE), layout.zero == 3, cuts, *plain, behind)
+    """Order of layouts that fit: predicted throughput in steps, then simplicity."""
+    behind = 1.0 - speed(candidate) / best if best else 0.0
+    return (int(behind / TIE), *simplicity(candidate.layout), behind)
 
 
 def alternatives(chosen: Candidate, ordered: list[Candidate]) -> tuple[Alternative, ...]:
@@ -252,7 +291,7 @@ def alternatives(chosen: Candidate, ordered: list[Candidate]) -> tuple[Alternati
         if key in seen or candidate.layout == chosen.layout:
             continue
         seen.add(key)
-        out.append(Alternative(candidate, lost_by(chosen, candidate)))
+        out.append(Alternative(candidate, lost_to(chosen, candidate)))
         if len(out) == MAX_ALTERNATIVES:
             break
     return tuple(out)
@@ -290,7 +329,7 @@ def _given(ctx: TrainContext, layout: Layout, works: list[Candidate], rejected: 
         fits=fits,
         chosen=chosen,
         rules=rules,
-        reasons=explain_train(ctx.spec, ctx.cluster, work, chosen, ctx.recompute_fixed) if chosen else (),
+        reasons=explain_train(ctx.spec, ctx.cluster, work, chosen, ctx.recompute_fixed, {}) if chosen else (),
         alternatives=others,
         rejected=tuple(thin((r for r in rejected if r.layout != layout), MAX_REJECTED)),
     )

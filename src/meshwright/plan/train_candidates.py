@@ -12,6 +12,14 @@ from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.workload import Train
 
+#: Throughputs closer than this are a tie, which the simpler layout wins: half the median error of a predicted step on
+#: the largest source of measured ones (bench/score_training_time.py, Megatron-Bridge).
+TIE = 0.03
+#: Share of a device that a chosen layout leaves free where one can: one in ten of 663 measured ranks needs 2.6 % more
+#: than predicted (bench/score_training_memory.py).
+SPARE = 0.03
+#: Axes of which a plan says why it cuts along them, or why it does not.
+EXPLAINED = ("tp", "pp", "cp", "ep")
 #: Sequences from which context parallelism is tried even if the model fits without.
 LONG_SEQUENCE = 32_768
 
@@ -73,3 +81,12 @@ def state_bound(work: Train, engine: TrainEngine, layout: Layout, counts: tuple[
 def promise(layout: Layout) -> tuple[float, ...]:
     """Order in which layouts are counted: few cuts of the model, since each costs traffic or a bubble."""
     return (layout.tp * layout.pp * layout.cp, layout.zero == 3, layout.pp, layout.tp, layout.ep)
+
+
+def simplicity(layout: Layout) -> tuple[float, ...]:
+    """Order of layouts that are about equally fast: few cuts of the model, no sharded parameters, nothing that must be
+    stated by hand, a plain schedule, few stages, small groups, small micro-batches."""
+    stated = layout.fsdp is not None or bool(layout.stage_layers)
+    cuts, plain = layout.pp * layout.tp * layout.cp, layout.schedule != "1f1b"
+    degrees = (layout.pp, layout.tp, layout.ep, layout.micro_batch, layout.etp or 0)
+    return (cuts, layout.zero == 3, stated, plain, *degrees, layout.zero != 1)

@@ -1,7 +1,7 @@
 """Lower bound of an optimizer step from the counted ledger; see ``plan.cost`` for what it is and is not.
 
 ``train_cost`` adds the time that ``training_time`` predicts, made when it is first asked for: layouts are compared by
-the bound, and what is shown is timed.
+it, and the bound says how far it is from the peaks.
 """
 
 from __future__ import annotations
@@ -61,9 +61,19 @@ def step_tallies(placement: Placement, cluster: Cluster, work: Train) -> dict[st
     return out
 
 
-def train_cost(placement: Placement, cluster: Cluster, work: Train, engine: TrainEngine | None = None) -> Cost:
+def train_cost(
+    placement: Placement,
+    cluster: Cluster,
+    work: Train,
+    engine: TrainEngine | None = None,
+    *,
+    whole: Placement | None = None,
+) -> Cost:
     """Lower bound of a step: the slowest rank's work stretched by the bubble, and the data-parallel collectives that
-    the backward cannot hide; beside it the prediction for ``engine``'s kernels (plain PyTorch without one)."""
+    the backward cannot hide; beside it the prediction for ``engine``'s kernels (plain PyTorch without one).
+
+    ``whole``: the placement that is predicted, where ``placement`` holds only some of its rank classes.
+    """
     layout = placement.layout
     idle = bubble(layout, microbatches(layout, work))
     step_s, worst, shown = 0.0, Tally(), 0.0
@@ -74,7 +84,7 @@ def train_cost(placement: Placement, cluster: Cluster, work: Train, engine: Trai
             step_s, worst, shown = seconds, step.plus(data), step.wire_s + exposed
 
     def predict() -> TrainingTime:
-        return training_time(placement, cluster, work, engine)
+        return training_time(whole or placement, cluster, work, engine)
 
     return Cost(
         bytes_read=worst.bytes_moved,

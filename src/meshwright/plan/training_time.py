@@ -9,23 +9,22 @@ Per micro-batch and stage, one after the other:
                the memory bandwidth; the host's launches beside all that
     wires      collectives of tp, cp and ep, the share of each that is not hidden
 
-The pipeline stretches the slowest stage by its bubble: a closed form where stages are equal, else the simulated table
-of the schedule. Gradients and
-parameters run beside the compute of one micro-batch, or of every one where FSDP gathers and ZeRO-2 reduces each time;
-what takes longer is exposed, and so is one unit of it. The optimizer comes last. Constants, their priors and the rows
-that they were fitted on: ``constants/training_time.json``, ``bench/fit_training_time.py``.
+The pipeline stretches the slowest stage by its bubble (``pipeline_time``). Gradients and parameters run beside the
+compute of one micro-batch, or of every one where FSDP gathers and ZeRO-2 reduces each time; what takes longer is
+exposed, and so is one unit of it. The optimizer comes last. Constants, their priors and the rows that they were fitted
+on: ``constants/training_time.json``, ``bench/fit_training_time.py``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from math import exp
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.moves.pipeline import FOLDED, Action, refusal, schedule, simulate
+from meshwright.plan.pipeline_time import pipeline_seconds
 from meshwright.plan.timing.compute import unit_dtype
 from meshwright.plan.timing.estimate import Seconds, Word, spread
 from meshwright.plan.train_engine import TrainEngine
@@ -40,6 +39,24 @@ PARTS = (
     "products", "experts", "head", "attention", "recurrent", "elementwise", "launch", "recompute",
     "tensor parallel", "context parallel", "expert parallel", "hand-offs", "bubble", "data parallel", "optimizer",
 )  # fmt: skip
+#: How sentences call them.
+WORDS = {
+    "products": "products of layers",
+    "experts": "products of experts",
+    "head": "the head",
+    "attention": "attention cores",
+    "recurrent": "recurrent cores",
+    "elementwise": "memory traffic between products",
+    "launch": "launches by the host",
+    "recompute": "recompute",
+    "tensor parallel": "tensor-parallel collectives",
+    "context parallel": "context-parallel collectives",
+    "expert parallel": "expert-parallel collectives",
+    "hand-offs": "hand-offs between stages",
+    "bubble": "pipeline bubble",
+    "data parallel": "gradients and parameters that nothing hides",
+    "optimizer": "the optimizer",
+}
 #: Which of them are communication that nothing hides.
 EXPOSED = ("tensor parallel", "context parallel", "expert parallel", "hand-offs", "data parallel")
 #: Share of the memory bandwidth that streaming kernels reach.
@@ -238,57 +255,6 @@ def stage_time(rank: RankWork, r: Rates, recomputed: float) -> StageTime:
     return StageTime(sum(forward.values()), sum(backward.values()) + again, parts, rank.data)
 
 
-def pipeline_seconds(layout: Layout, m: int, stages: Sequence[tuple[float, float]]) -> float:
-    """Seconds of m micro-batches through stages of (forward, backward) seconds each.
-
-    1F1B, GPipe and interleaved: the slowest stage works m times, and every other one adds its part of one micro-batch
-    (a v-th of it with v chunks): with equal stages (m + (p-1)/v)(F + B), the closed form of ``moves.pipeline.bubble``.
-    Split backwards and folded pipelines are simulated at the pace of the slowest stage; beyond 2 p + 2 micro-batches
-    each one more adds its work.
-    """
-    both = [f + b for f, b in stages]
-    slowest = max(both)
-    p = layout.pp
-    if p == 1 or len(stages) == 1:
-        return m * slowest
-    if layout.schedule in {"zb-h1", *FOLDED}:
-        v = 2 if layout.schedule in FOLDED else layout.virtual
-        few = min(m, (2 * p + 2 if layout.schedule in FOLDED else (2 + 2 * (layout.virtual > 1)) * p))
-        forward, backward = stages[both.index(slowest)]
-        table = schedule(layout.schedule, p, few, v)
-        return simulate(table, forward / v, backward / v).makespan + (m - few) * slowest
-    absent = p - len(stages)  # stages that were not timed work as the mean of the others
-    others = sum(both) - slowest
-    others += absent * (others / (len(both) - 1))
-    return m * slowest + others / layout.virtual
-
-
-#: Actions of a table that is simulated for stages of unequal length.
-MAX_SIMULATED = 12_000
-
-
-def simulated_seconds(layout: Layout, m: int, stages: Sequence[tuple[float, float]]) -> float:
-    """The same by running the table of the schedule, for stages that are not equally long.
-
-    Some rounds are simulated; in the steady state every further micro-batch adds the work of the slowest stage. Equal
-    stages, stages that were not all timed, and tables that are too large take ``pipeline_seconds``.
-    """
-    both, p, v = [f + b for f, b in stages], layout.pp, layout.virtual
-    name = "interleaved" if v > 1 and layout.schedule == "1f1b" else layout.schedule
-    few = min(m, 4 * p) if m % p == 0 else m
-    equal = max(both) - min(both) <= 1e-9 * max(both)
-    large = 2 * p * v * few > MAX_SIMULATED
-    if equal or large or len(stages) != p or name in {"zb-h1", *FOLDED} or refusal(name, p, few, v):
-        return pipeline_seconds(layout, m, stages)
-    table = schedule(name, p, few, v)
-
-    def seconds_of(action: Action) -> float:
-        forward, backward = stages[action.chunk % p]
-        return (forward if action.kind == "F" else backward) / v
-
-    return simulate(table, seconds_of=seconds_of).makespan + (m - few) * max(both)
-
-
 def data_exposed(stage: StageTime, m: int, overlap: bool, contention: float) -> float:
     """Seconds of gradient and parameter collectives that the compute does not hide, and what they slow down."""
     d = stage.data
@@ -304,12 +270,19 @@ def data_exposed(stage: StageTime, m: int, overlap: bool, contention: float) -> 
     return max(0.0, out) + contention * max(0.0, hidden) + d.norm
 
 
+def every_stage(timed: Mapping[int, StageTime], stages: int) -> list[StageTime]:
+    """All stages; one that was not timed is taken to be as the nearest timed one that is no end."""
+    inner = [s for s in timed if 0 < s < stages - 1] or list(timed)
+    return [timed[s] if s in timed else timed[min(inner, key=lambda near: abs(near - s))] for s in range(stages)]
+
+
 def step_parts(work: StepWork, layout: Layout, r: Rates, software: Software) -> dict[str, float]:
     """Seconds of the step by part; they add up to the whole step. The slowest stage is shown."""
-    stages = [stage_time(rank, r, software.recomputed) for rank in distinct(work.ranks)]
+    of_stage = {rank.stage: stage_time(rank, r, software.recomputed) for rank in distinct(work.ranks)}
+    stages = list(of_stage.values())
     m = work.microbatches
     slowest = max(stages, key=lambda s: s.both)
-    whole = simulated_seconds(layout, m, [(s.forward, s.backward) for s in stages])
+    whole = pipeline_seconds(layout, m, [(s.forward, s.backward) for s in every_stage(of_stage, layout.pp)])
     data = max(data_exposed(s, m, software.overlap, r.contention) for s in stages)
     parts = {name: m * seconds for name, seconds in slowest.parts.items()}
     parts["bubble"] = whole - m * slowest.both

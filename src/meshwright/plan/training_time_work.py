@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from meshwright.plan.forward import Emitter
 from meshwright.plan.products import OUT_OPS
-from meshwright.plan.timing.collective import Wiring, curve
+from meshwright.plan.timing.collective import Curve, Wiring, curve
 from meshwright.plan.timing.compute import peak_flops
 from meshwright.plan.timing.step import Groups
 from meshwright.plan.training_step import microbatches, steps
 from meshwright.plan.wire import Op
 from meshwright.specs.cluster import Cluster, Device
-from meshwright.specs.placement import Placement, RankClass
+from meshwright.specs.placement import Placement
 from meshwright.specs.workload import Train
 
 
@@ -157,6 +157,17 @@ def product_peak(device: Device, dtype: str) -> float:
     return min(peak, 2 * eight) if dtype == "fp4" and eight else peak
 
 
+def part_of(wiring: Wiring, group: str, replicas: int) -> Wiring:
+    """Wiring of the sharded part of a data-parallel group (``dp_shard``: neighbours) or of the ranks that hold the same
+    shard (``dp_replicate``: one in each part); of any other group itself."""
+    sharded = max(1, wiring.members // replicas)
+    if group.endswith("_shard"):
+        return Wiring(sharded, min(sharded, wiring.near))
+    if group.endswith("_replicate"):
+        return Wiring(replicas, max(1, wiring.near // sharded))
+    return wiring
+
+
 def step_work(placement: Placement, cluster: Cluster, train: Train, compute: str = "bf16") -> StepWork:
     """Count a step of a layout.
 
@@ -168,67 +179,87 @@ def step_work(placement: Placement, cluster: Cluster, train: Train, compute: str
     Raises:
         InputError: the batch does not divide.
     """
-    m = microbatches(placement.layout, train)
+    layout, moe = placement.layout, placement.spec.moe
+    m = microbatches(layout, train)
+    fsdp = layout.fsdp if layout.zero == 3 else None
     ranks, useful = [], 0.0
     for step in steps(placement, train, each=False):
-        phased = _Phased(step.rank_class.name, "forward", [])
-        step.run(phased)
         rank_class = step.rank_class
-        counter = _Counter(placement, cluster, rank_class, compute, m, train)
-        counter.add(Part(phase, of_layer, ops, n) for (phase, of_layer, _), (ops, n) in phased.parts.items())
-        ranks.append(counter.result())
-        useful += counter.useful_flops * rank_class.ranks
-    share = placement.layout.world / max(1, sum(c.ranks for c in placement.classes))
-    return StepWork(tuple(ranks), m, useful * share, train.global_batch * train.seq, placement.layout.world)
-
-
-class _Counter:
-    """Adds up the lists of one rank class."""
-
-    def __init__(
-        self, placement: Placement, cluster: Cluster, rank_class: RankClass, compute: str, m: int, train: Train
-    ) -> None:
-        self.unfused, self.seq = train.attention == "unfused", train.seq
-        self.cluster, self.m, self.compute = cluster, m, compute
-        self.groups = Groups(placement, cluster.devices_per_node, rank_class.coordinate)
-        self.stage = rank_class.coordinate.pp
-        self.zero, self.pipelined = placement.layout.zero, placement.layout.pp > 1
-        self.interleaved = placement.layout.virtual > 1
-        moe = placement.spec.moe
-        self.topk = moe.topk if moe is not None else 1
-        self.layers = max(1, len(placement.stages[self.stage].layers))
-        self.work = {"forward": Work(), "recompute": Work(), "backward": Work()}
-        self.data: dict[str, float] = {}
-        self.useful_flops = 0.0
-
-    def result(self) -> RankWork:
-        """The sums; work is of one micro-batch."""
-        one = {name: Work().plus(work, 1 / self.m) for name, work in self.work.items()}
-        of = self.data.get
-        data = DataWork(
-            gather=of("gather", 0.0),
-            gather_again=of("gather_again", 0.0),
-            scatter=of("scatter", 0.0),
-            units=self.layers,
-            parameters=of("parameters", 0.0),
-            gradients=of("gradients", 0.0),
-            buckets=self.layers,
-            optimizer=of("optimizer", 0.0),
-            norm=of("norm", 0.0),
+        phased = _Phased(rank_class.name, "forward", [])
+        step.run(phased)
+        counter = OpCounter(
+            Groups(placement, cluster.devices_per_node, rank_class.coordinate),
+            cluster,
+            train,
+            compute,
+            topk=moe.topk if moe is not None else 1,
+            m=m,
+            zero=layout.zero,
+            pipelined=layout.pp > 1,
+            interleaved=layout.virtual > 1,
+            replicas=fsdp.replicas if fsdp is not None else 1,
         )
-        return RankWork(self.stage, one["forward"], one["recompute"], one["backward"], data)
+        parts = [Part(phase, of_layer, ops, n) for (phase, of_layer, _), (ops, n) in phased.parts.items()]
+        stage = rank_class.coordinate.pp
+        work, flops = _by_phase(counter, parts)
+        layers = max(1, len(placement.stages[stage].layers))
+        data = DataWork(units=layers, buckets=layers)._replace(**counter.data)
+        ranks.append(RankWork(stage, work["forward"], work["recompute"], work["backward"], data))
+        useful += flops * rank_class.ranks
+    share = layout.world / max(1, sum(c.ranks for c in placement.classes))
+    return StepWork(tuple(ranks), m, useful * share, train.global_batch * train.seq, layout.world)
 
-    def add(self, parts: Iterable[Part]) -> None:
-        """Add lists of ops of all phases."""
-        for part in parts:
-            again = part.phase == "backward" and part.ops[0].name.startswith("recompute ")
-            name = "recompute" if again else "forward" if part.phase == "forward" else "backward"
-            found, flops = self._work(part)
-            self.work[name] = self.work[name].plus(found, part.times)
-            if name == "forward":
-                self.useful_flops += 3 * flops * part.times
 
-    def _work(self, part: Part) -> tuple[Work, float]:
+def _by_phase(counter: OpCounter, parts: Iterable[Part]) -> tuple[dict[str, Work], float]:
+    """Work of one micro-batch by phase, and useful FLOPs of the step (three times the forward)."""
+    work, useful = {"forward": Work(), "recompute": Work(), "backward": Work()}, 0.0
+    for part in parts:
+        again = part.phase == "backward" and part.ops[0].name.startswith("recompute ")
+        name = "recompute" if again else "forward" if part.phase == "forward" else "backward"
+        found, flops = counter.count(part)
+        work[name] = work[name].plus(found, part.times)
+        if name == "forward":
+            useful += 3 * flops * part.times
+    return {name: Work().plus(total, 1 / counter.m) for name, total in work.items()}, useful
+
+
+class Wires(Protocol):
+    """What knows how the groups of a rank are wired."""
+
+    def of(self, group: str) -> Wiring:
+        """Wiring of the group of an axis."""
+
+
+@dataclass(slots=True)
+class OpCounter:
+    """Adds up lists of ops: work on activations is returned, ``data`` collects what data parallelism and the optimizer
+    take (see ``DataWork``).
+
+    Attributes:
+        groups, cluster, train, compute: see ``step_work``. topk: experts of a token. m: micro-batches.
+        zero, pipelined, interleaved, replicas: of the layout; they tell where a collective is counted.
+    """
+
+    groups: Wires
+    cluster: Cluster
+    train: Train
+    compute: str
+    topk: int = 1
+    m: int = 1
+    zero: int = 0
+    pipelined: bool = False
+    interleaved: bool = False
+    replicas: int = 1
+    data: dict[str, float] = field(default_factory=dict)
+    _peaks: tuple[float, float] = field(init=False)
+    _curves: dict[tuple[str, str], tuple[Wiring, Curve | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        device = self.cluster.device
+        self._peaks = product_peak(device, "bf16"), product_peak(device, self.compute)
+
+    def count(self, part: Part) -> tuple[Work, float]:
+        """Work of one run of a list, and its FLOPs."""
         sums = dict.fromkeys(Work._fields, 0.0)
         flops, experts = 0.0, 1
         for op in part.ops:
@@ -251,10 +282,9 @@ class _Counter:
         return Work(**sums), flops
 
     def _product(self, op: Op, of_layer: bool, experts: int, sums: dict[str, float]) -> None:
-        device = self.cluster.device
         of_experts = "expert." in op.name and "shared_expert" not in op.name
         low = of_layer and "router" not in op.name
-        peak = product_peak(device, self.compute if low else "bf16")
+        peak = self._peaks[low]
         rows, inner = op.shapes[0]
         n = op.shapes[1][-1]
         m, k = float(rows), float(inner)
@@ -287,18 +317,18 @@ class _Counter:
         if op.op in {"attention", "recurrent"}:
             sums[op.op] += op.flops * op.repeats / peak_flops(device, "bf16")
         moved = 0.0 if op.op == "attention" else float(op.payload)
-        if op.op == "attention" and self.unfused:
+        if op.op == "attention" and self.train.attention == "unfused":
             tokens, heads = op.shapes[0][:2]
-            moved = tokens * heads * self.seq * 2 * SCORE_PASSES["gradient" in op.name]
+            moved = tokens * heads * self.train.seq * 2 * SCORE_PASSES["gradient" in op.name]
         sums["light"] += moved * op.repeats / device.bandwidth_bytes_s
 
     def _collective(self, op: Op, part: Part, sums: dict[str, float]) -> None:
         assert op.group is not None
-        wiring = self.groups.of(op.group)
-        if wiring.members <= 1:
+        wiring, found = self._curve(op.op, op.group)
+        if found is None:
             return
         payload = op.payload * (self._once_a_node(wiring) if op.op == "all_to_all" and op.group == "ep" else 1.0)
-        seconds = curve(op.op, wiring, self.cluster).seconds(payload) * op.repeats
+        seconds = found.seconds(payload) * op.repeats
         if is_data_parallel(op.group):
             self._parameters(op, part, seconds)
         elif op.group == "world":
@@ -308,6 +338,13 @@ class _Counter:
                 return
             axis = "pp_beside" if op.group == "pp" and self.interleaved else op.group
             sums[axis if axis in {"cp", "ep", "pp", "pp_beside"} else "tp"] += seconds
+
+    def _curve(self, op: str, group: str) -> tuple[Wiring, Curve | None]:
+        """Wiring of a group, and the curve of a collective in it; None for one rank."""
+        if (op, group) not in self._curves:
+            wiring = part_of(self.groups.of(group), group, self.replicas)
+            self._curves[op, group] = wiring, curve(op, wiring, self.cluster) if wiring.members > 1 else None
+        return self._curves[op, group]
 
     def _once_a_node(self, wiring: Wiring) -> float:
         """Share of the routed copies that cross nodes when a token goes to each node once and is copied there

@@ -1,4 +1,4 @@
-"""Cost and memory over columns equal the row ledger's, layout by layout, to 1e-9."""
+"""Predicted steps and memory over columns equal the predictions row by row, layout by layout, to 1e-9."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from meshwright.plan.search.columns import MODES, SCHEDULES, Columns
+from meshwright.plan.search.data import DataSeconds
 from meshwright.plan.search.evaluate import Coster
-from meshwright.plan.search.step import Group
-from meshwright.plan.train_cost import train_cost
+from meshwright.plan.search.space import RELIEVED
 from meshwright.plan.train_engine import TrainEngine, engine_preset
 from meshwright.plan.train_memory import train_memory
+from meshwright.plan.training_time import training_time
 from meshwright.specs.cluster import parse_cluster
 from meshwright.specs.hf.read import read_model
 from meshwright.specs.layout import Layout
@@ -22,7 +23,6 @@ from meshwright.specs.placement import place
 from meshwright.specs.workload import Train
 from tests.plan.search.spaces import DENSE, MIXTURE, TIED, coster, sample
 
-FIELDS = ("step_s", "tokens_per_s", "bytes_read", "flops", "wire_bytes", "messages", "wire_share", "bubble")
 ENGINES = [
     (DENSE, "meshwright", "4x8xH100-SXM@ib-400g"),
     (TIED, "meshwright", "2x4xA100-SXM-40GB"),
@@ -38,42 +38,64 @@ def named(value: object) -> str | None:
 
 
 def worst_error(c: Coster, x: Columns, rows: list[int]) -> float:
-    """Largest relative difference of any field."""
+    """Largest difference of step, rate and parts from the row prediction, in shares of the step."""
     mode = np.arange(len(x)) % len(MODES)
-    found = c.cost(x, mode)
+    found = c.cost(x, mode, parts=True)
     worst = 0.0
     for i in rows:
         work = replace(c.work, recompute=MODES[mode[i]])
-        row = train_cost(place(c.spec, x.layout(i), c.profile), c.cluster, work)
-        for name in FIELDS:
-            want = getattr(row, name)
-            worst = max(worst, abs(found[name][i] - want) / (abs(want) or 1.0))
+        placement = place(c.spec, x.layout(i), c.profile, sections=("decoder", "vision"))
+        row = training_time(placement, c.cluster, work, c.engine)
+        errors = [abs(found[name][i] - seconds) for name, seconds in row.parts]
+        errors.append(abs(found["step_s"][i] - row.step.value))
+        rate = abs(found["tokens_per_s"][i] / row.tokens_per_s - 1)
+        worst = max(worst, rate, *(error / row.step.value for error in errors))
     return worst
 
 
 @pytest.mark.parametrize(("spec", "engine", "on"), ENGINES, ids=named)
-def test_cost_equals_the_row_ledger(spec: ModelSpec, engine: str, on: str) -> None:
+def test_cost_equals_the_row_prediction(spec: ModelSpec, engine: str, on: str) -> None:
     c, x = coster(spec, on, Train(seq=4096, global_batch=128), engine)
     assert worst_error(c, x, sample(x, 50)) < 1e-9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "engine", "on"), ENGINES, ids=named)
-def test_cost_of_ten_thousand_layouts_equals_the_row_ledger(spec: ModelSpec, engine: str, on: str) -> None:
+def test_cost_of_ten_thousand_layouts_equals_the_row_prediction(spec: ModelSpec, engine: str, on: str) -> None:
     c, x = coster(spec, on, Train(seq=4096, global_batch=128), engine)
     assert worst_error(c, x, sample(x, 2000, seed=1)) < 1e-9
 
 
+@pytest.mark.parametrize("preset", ["megatron-core", "torchtitan"])
+def test_cost_follows_the_software_and_the_workload(preset: str) -> None:
+    """FP8 or partial recompute, unfused attention, an engine with kernels of its own, uneven shares of layers."""
+    work = Train(seq=8192, global_batch=96, attention="unfused", optimizer="muon", grad_dtype="bf16")
+    engine = engine_preset(preset, fp8=preset == "megatron-core")
+    c, x = coster(MIXTURE, "6x4xB200-SXM@ib-400g", work, "meshwright", engine)
+    assert len(set(x.pp.tolist())) > 3
+    assert worst_error(c, x, sample(x, 40)) < 1e-9
+
+
+def test_stages_with_lighter_ends_equal_the_row_prediction() -> None:
+    c, x = coster(DENSE, "8x8xH100-SXM@ib-400g", Train(seq=4096, global_batch=128), "meshwright")
+    uneven = x.take(x.split > 0)
+    assert set(RELIEVED) == {SCHEDULES[i] for i in uneven.schedule}
+    assert worst_error(c, uneven, sample(uneven, 40)) < 1e-9
+
+
 def test_a_wrong_wire_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison can fail: gradients that are gathered twice."""
-    once = Group.all_gather
-
-    def twice(self, out, ranks, piece, times=1.0):  # type: ignore[no-untyped-def]
-        once(self, out, ranks, piece, 2 * times)
-
-    monkeypatch.setattr(Group, "all_gather", twice)
+    """The comparison can fail: gradients of parameters that are gathered twice."""
+    once = DataSeconds._gather
+    monkeypatch.setattr(DataSeconds, "_gather", lambda self, unit, width: 2 * once(self, unit, width))
     c, x = coster(DENSE, "2x8xH100-SXM@ib-400g", Train(seq=4096, global_batch=64), "meshwright")
     assert worst_error(c, x, sample(x, 20)) > 1e-3
+
+
+def test_a_wrong_pipeline_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.plan.search.step.waits", lambda f, b, behind, after, micro: behind * 0.9)
+    c, x = coster(DENSE, "2x8xH100-SXM@ib-400g", Train(seq=4096, global_batch=64), "meshwright")
+    deep = x.take(x.schedule == SCHEDULES.index("interleaved"))
+    assert worst_error(c, deep, sample(deep, 20)) > 1e-3
 
 
 WORKS = [

@@ -42,6 +42,10 @@ def drawn(rng: random.Random, *, serving: bool) -> Layout:
     layout = Layout(**{name: value for name, value in changes.items() if rng.random() < likely[name]})  # type: ignore[arg-type]
     if layout.ep > 1 and rng.random() < 0.5:
         layout = layout.with_(ep=layout.tp * layout.dp * layout.cp)
+    if layout.pp > 1 and rng.random() < 0.2:
+        sizes = [rng.randint(1, 12) for _ in range(layout.pp - (rng.random() < 0.1))]
+        sizes[-1] = max(1, rng.choice([24, 30, 32]) - sum(sizes[:-1]))
+        layout = layout.with_(stage_layers=tuple(sizes))
     if layout.zero == 3 and rng.random() < 0.5:
         knobs = Fsdp(reshard_after_forward=pick([True, False]), replicas=pick([1, 2, 3, 4]))
         layout = layout.with_(fsdp=knobs if knobs != Fsdp() else None)

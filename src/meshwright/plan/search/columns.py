@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -28,7 +28,8 @@ MODES: tuple[Recompute, ...] = get_args(Recompute)
 class Columns:
     """One array an axis, all of one length; ``etp`` 0 stands for None, ``schedule`` is a place in ``SCHEDULES``.
 
-    ``replicas`` and ``reshard``: the FSDP knobs (1 and 1 without them).
+    ``replicas`` and ``reshard``: the FSDP knobs (1 and 1 without them). ``split``: a place in ``splits``, the
+    ``stage_layers`` that some row has; 0 is the engine's own.
     """
 
     tp: Ints
@@ -44,13 +45,15 @@ class Columns:
     schedule: Ints
     virtual: Ints
     micro_batch: Ints
+    split: Ints
+    splits: tuple[tuple[int, ...], ...] = field(default=((),), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.tp)
 
     def take(self, index: Any) -> Columns:
         """The rows of an index or a mask."""
-        return Columns(*(getattr(self, f.name)[index] for f in fields(self)))
+        return replace(Columns(*(getattr(self, name)[index] for name in AXES)), splits=self.splits)
 
     @property
     def stage(self) -> Ints:
@@ -66,11 +69,15 @@ class Columns:
 
     def layout(self, row: int) -> Layout:
         """One row as a layout."""
-        at = {f.name: int(getattr(self, f.name)[row]) for f in fields(self)}
-        return _layout(at)
+        at = {name: int(getattr(self, name)[row]) for name in AXES}
+        return _layout(at, self.splits[at["split"]])
 
 
-def _layout(at: dict[str, int]) -> Layout:
+#: Columns in order.
+AXES = tuple(f.name for f in fields(Columns) if f.name != "splits")
+
+
+def _layout(at: dict[str, int], stage_layers: tuple[int, ...]) -> Layout:
     knobs = None
     if at["zero"] == 3 and (at["replicas"] > 1 or not at["reshard"]):
         knobs = Fsdp(reshard_after_forward=bool(at["reshard"]), replicas=at["replicas"])
@@ -87,28 +94,39 @@ def _layout(at: dict[str, int]) -> Layout:
         schedule=SCHEDULES[at["schedule"]],
         virtual=at["virtual"],
         micro_batch=at["micro_batch"],
+        stage_layers=stage_layers,
     )
 
 
 def columns_of(layouts: Iterable[Layout]) -> Columns:
-    """Columns of some layouts (of those that the columns can hold: no ``stage_layers``, no other FSDP knobs)."""
+    """Columns of some layouts (of those that the columns can hold: no ``dcp`` and ``cp_kind``, no other FSDP knobs)."""
     import numpy as np
 
     rows = []
+    splits: dict[tuple[int, ...], int] = {(): 0}
     for x in layouts:
         knobs = x.fsdp or Fsdp()
         degrees = (x.tp, x.pp, x.dp, x.cp, x.ep, x.etp or 0, int(x.sp), x.zero)
         sharded = (knobs.replicas, int(knobs.reshard_after_forward))
-        rows.append((*degrees, *sharded, SCHEDULES.index(x.schedule), x.virtual, x.micro_batch))
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 13)
-    return Columns(*(np.ascontiguousarray(table[:, i]) for i in range(13)))
+        split = splits.setdefault(x.stage_layers, len(splits))
+        rows.append((*degrees, *sharded, SCHEDULES.index(x.schedule), x.virtual, x.micro_batch, split))
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(AXES))
+    return replace(Columns(*(np.ascontiguousarray(table[:, i]) for i in range(len(AXES)))), splits=tuple(splits))
+
+
+def empty() -> Columns:
+    """No layouts."""
+    return columns_of(())
 
 
 def joined(parts: list[Columns]) -> Columns:
-    """Sets of layouts one behind the other."""
+    """Sets of layouts with the same ``splits`` one behind the other."""
     import numpy as np
 
-    return Columns(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Columns)))
+    if not parts:
+        return empty()
+    arrays = (np.concatenate([getattr(p, name) for p in parts]) for name in AXES)
+    return replace(Columns(*arrays), splits=parts[0].splits)
 
 
 def blocks(*axes: Ints) -> Iterator[NDArray[np.int64]]:

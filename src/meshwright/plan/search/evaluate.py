@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 from meshwright.moves.pipeline import refusal
 from meshwright.plan.search.columns import MODES, SCHEDULES, Columns, blocks
+from meshwright.plan.search.data import DataSeconds
+from meshwright.plan.search.links import Links
 from meshwright.plan.search.memory import Known, Memory, Peak
-from meshwright.plan.search.stages import Part, memory_stages, parts_of
-from meshwright.plan.search.step import Step
+from meshwright.plan.search.stages import Pipeline, memory_stages, pipeline_of
+from meshwright.plan.search.step import Block, Step, Timing
 from meshwright.plan.search.tables import Counter, cuts_of
-from meshwright.plan.train_cost import bubble
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.train_memory import DEFAULT_ENGINE
 from meshwright.plan.train_shards import TrainStage
+from meshwright.plan.training_time import constants, rates, software_of
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
@@ -26,8 +28,13 @@ if TYPE_CHECKING:
 
 
 def shape_of(x: Columns, row: int) -> Layout:
-    """Pipeline depth, schedule and chunks of a row as a layout without other degrees."""
-    return Layout(pp=int(x.pp[row]), schedule=SCHEDULES[int(x.schedule[row])], virtual=int(x.virtual[row]))
+    """Pipeline depth, schedule, chunks and stages of a row as a layout without other degrees."""
+    return Layout(
+        pp=int(x.pp[row]),
+        schedule=SCHEDULES[int(x.schedule[row])],
+        virtual=int(x.virtual[row]),
+        stage_layers=x.splits[int(x.split[row])],
+    )
 
 
 @dataclass(slots=True)
@@ -39,8 +46,7 @@ class Coster:
     cluster: Cluster
     work: Train
     engine: TrainEngine = DEFAULT_ENGINE
-    _parts: dict[Layout, list[tuple[Part, ...]]] = field(default_factory=dict)
-    _bubbles: dict[tuple[Layout, int], float] = field(default_factory=dict)
+    _pipelines: dict[Layout, Pipeline] = field(default_factory=dict)
     _stages: dict[Layout, list[TrainStage]] = field(default_factory=dict)
     _counter: Counter | None = None
     _memory: Memory | None = None
@@ -49,7 +55,8 @@ class Coster:
     def counter(self) -> Counter:
         """Tables of layers, kept from question to question."""
         if self._counter is None:
-            self._counter = Counter(self.spec, self.profile, self.cluster, self.work)
+            compute = software_of(self.engine).compute
+            self._counter = Counter(self.spec, self.profile, self.cluster, self.work, compute)
         return self._counter
 
     def even(self, x: Columns) -> Mask:
@@ -75,20 +82,22 @@ class Coster:
                 ok[rows] = not refusal(at.schedule, at.pp, int(m[rows[0]]), at.virtual)
         return ok
 
-    def idle(self, x: Columns) -> Floats:
-        """Bubble of every row."""
-        import numpy as np
+    @property
+    def timing(self) -> Timing:
+        """Device, software and links of the question."""
+        software = software_of(self.engine)
+        of = rates(constants(), self.cluster.device, software)
+        return Timing(of, software.recomputed, Links(self.cluster), self.work, self.spec.tied)
 
-        out, m = np.zeros(len(x)), self.micro_batches(x)
-        for rows in blocks(x.pp, x.schedule, x.virtual, m):
-            key = shape_of(x, int(rows[0])), int(m[rows[0]])
-            if key not in self._bubbles:
-                self._bubbles[key] = bubble(*key)
-            out[rows] = self._bubbles[key]
-        return out
+    def pipeline(self, at: Layout) -> Pipeline:
+        """Stages of a depth, schedule and split, remembered."""
+        if at not in self._pipelines:
+            self._pipelines[at] = pipeline_of(self.spec, at, self.profile)
+        return self._pipelines[at]
 
-    def cost(self, x: Columns, mode: Ints) -> dict[str, Floats]:
-        """Lower bound of a step of every row, and its sums, as ``train_cost`` gives them.
+    def cost(self, x: Columns, mode: Ints, *, parts: bool = False) -> dict[str, Floats]:
+        """Predicted seconds of a step of every row, as ``training_time`` gives them: ``step_s``, of it ``bubble_s``,
+        ``data_s`` and ``optimizer_s``, and ``tokens_per_s``; with ``parts`` every one of ``training_time.PARTS``.
 
         Args:
             x: layouts that the engine takes. mode: recompute of every row, a place in ``columns.MODES``.
@@ -96,22 +105,20 @@ class Coster:
         import numpy as np
 
         distinct, cuts, experts = cuts_of(x, self.profile)
-        tables = self.counter.count(distinct)
-        micro, idle = self.micro_batches(x), self.idle(x)
+        tables, timing, micro = self.counter.count(distinct), self.timing, self.micro_batches(x)
+        rated = tables.work.rated(timing.weights())
         out: dict[str, Floats] = {}
-        for rows in blocks(x.pp, x.schedule, x.virtual, x.zero):
-            at = shape_of(x, int(rows[0]))
-            if at not in self._parts:
-                self._parts[at] = parts_of(self.spec, at, self.profile)
-            step = Step(
-                x.take(rows), tables, self.cluster, self.work, tied=self.spec.tied,
-                cuts=cuts[rows], experts=experts[rows], mode=mode[rows], micro=micro[rows], idle=idle[rows],
-            )  # fmt: skip
-            for name, column in step.cost(self._parts[at]).items():
-                out.setdefault(name, np.zeros(len(x)))[rows] = column
+        for deep in blocks(x.pp):
+            y = x.take(deep)
+            data = DataSeconds(y, tables, cuts[deep], experts[deep], timing)
+            for some in blocks(y.schedule, y.virtual, y.split):
+                rows, own = deep[some], data.number[some]
+                at = shape_of(x, int(rows[0]))
+                block = Block(y.take(some), at, tables, rated, cuts[rows], mode[rows], micro[rows], data, own)
+                step = Step(block, timing, self.pipeline(at))
+                for name, column in (step.seconds() | (step.parts() if parts else {})).items():
+                    out.setdefault(name, np.zeros(len(x)))[rows] = column
         out["tokens_per_s"] = self.work.global_batch * self.work.seq / out["step_s"]
-        out["bubble"] = idle
-        out["idle_s"] = (out["compute_s"] + out["link_s"]) * idle / (1.0 - idle)
         return out
 
     def memory(self, x: Columns) -> Floats:
@@ -124,7 +131,7 @@ class Coster:
         cuts, number, _ = cuts_of(x, self.profile)
         tables, known, micro = (self._memory.units(cuts), self._memory.saved(cuts)), Known(), self.micro_batches(x)
         out = np.zeros((len(MODES), len(x)))
-        for rows in blocks(x.pp, x.schedule, x.virtual, x.zero):
+        for rows in blocks(x.pp, x.schedule, x.virtual, x.split):
             at = shape_of(x, int(rows[0]))
             if at not in self._stages:
                 self._stages[at] = memory_stages(self.spec, at)

@@ -87,10 +87,13 @@ def _is(x: Columns, *names: str) -> Mask:
 
 
 def _general(spec: ModelSpec, x: Columns, cluster: Cluster | None) -> Mask:
-    """world_exceeds_cluster, more_stages_than_layers, ep_without_experts, ep_exceeds_experts."""
+    """world_exceeds_cluster, more_stages_than_layers, stage_count, stage_sum, ep_without_experts,
+    ep_exceeds_experts."""
     import numpy as np
 
     ok = x.pp <= len(spec.layers)
+    count, total = (np.array([of(s) for s in x.splits])[x.split] for of in (len, sum))
+    ok &= (x.split == 0) | ((count == x.pp) & (total == len(spec.layers)))
     if cluster is not None:
         ok &= x.stage * x.pp <= cluster.devices
     most = min((moe.experts for moe in splits(spec).moes), default=1)
@@ -173,10 +176,10 @@ def megatron(spec: ModelSpec, x: Columns, work: Any) -> Mask:
     for r in blocks.recurrents:
         degree = tp if r.kind.startswith("mamba") else tp * x.cp
         ok &= _divides((n for n in (r.heads, r.groups) if n), degree)
-    ok &= layers % x.pp == 0
+    ok &= (layers % x.pp == 0) | (x.split > 0)
     ok &= ~(_is(x, "interleaved") & (x.virtual < 2)) & _chunks(spec, x)
     many = (x.virtual > 1) & (x.pp > 1)
-    ok &= ~many | ((layers // x.pp) % x.virtual == 0)
+    ok &= ~many | (x.split > 0) | (layers % x.pp > 0) | ((layers // x.pp) % x.virtual == 0)
     if blocks.moes:
         ok &= _divides((m.experts for m in blocks.moes), x.ep)
         ok &= (x.stage % (etp * x.ep) == 0) & ((tp == 1) | (x.sp == 1))
@@ -194,7 +197,7 @@ def megatron(spec: ModelSpec, x: Columns, work: Any) -> Mask:
 
 def torchtitan(spec: ModelSpec, x: Columns, work: Any) -> Mask:
     """not_of_this_engine, heads_divide_tp, kv_heads_divide_tp, tied_under_pipeline, interleaved_without_chunks,
-    experts_divide_ep, width_divides_tp, expert_grid, no_expert_tp, context_shards, fsdp_replicas,
+    experts_divide_ep, width_divides_tp, expert_grid, no_expert_tp, context_shards, fsdp_replicas, empty_part,
     positions_below_sequence, and the general rules of a step."""
     import numpy as np
 
@@ -205,6 +208,9 @@ def torchtitan(spec: ModelSpec, x: Columns, work: Any) -> Mask:
     if spec.tied:
         ok &= x.pp == 1
     ok &= ~((x.pp > 1) & _is(x, "interleaved") & (x.virtual < 2)) & _chunks(spec, x)
+    least = np.array([min(s, default=0) for s in x.splits])[x.split]
+    chunks = np.where(_is(x, "interleaved"), x.virtual, np.where(_is(x, "zbv", "dualpipev"), 2, 1))
+    ok &= (x.split == 0) | (least >= chunks)
     copies = np.where(x.zero == 3, np.where(_has_knobs(x), x.replicas, 1), x.dp)
     ranks = x.dp // np.maximum(1, np.minimum(copies, x.dp)) * x.cp * tp
     if blocks.moes:

@@ -172,46 +172,27 @@ class Known:
     options: dict[object, Floats] = field(default_factory=dict)
 
 
-class Peak:
-    """Peak of a block of layouts that share depth, schedule, chunks and ZeRO stage.
+class States:
+    """Parameters, gradients and optimizer of layouts that share the ZeRO stage; ``cuts``: [N]: cut of every row."""
 
-    Args:
-        cuts: [N]: cut of every row. micro: [N]: micro-batches.
-    """
-
-    def __init__(
-        self, x: Columns, tables: tuple[Units, Saved], memory: Memory, known: Known, *, cuts: Ints, micro: Ints
-    ) -> None:
+    def __init__(self, x: Columns, units: Units, memory: Memory, known: Known, cuts: Ints) -> None:
         import numpy as np
 
-        self.x, self.memory, self.known, self.cuts, self.micro = x, memory, known, cuts, micro
-        self.units, self.saved = tables
+        self.x, self.units, self.memory, self.known, self.cuts = x, units, memory, known, cuts
         self.zero = int(x.zero[0])
-        self.alike = [(rows, int(micro[rows[0]])) for rows in blocks(micro)]
         stated = (self.zero == 3) & ((x.replicas > 1) | (x.reshard == 0))
         replicas = np.where(stated, x.replicas, memory.engine.optimizer_instances)
         ranks = x.dp * x.cp
         copies = np.maximum(1, ranks * x.tp // (x.ep * x.expert_cut))
         self.degrees = np.maximum(1, ranks // replicas), np.maximum(1, copies // replicas)
 
-    def total(self, stages: list[TrainStage], layout: Layout) -> Floats:
-        """[3, N]: bytes of the fullest of some stages, by mode of recompute.
-
-        ``layout`` gives depth, schedule and chunks.
-        """
+    def held(self, stage: TrainStage, pp: int) -> tuple[Floats, Ints]:
+        """Bytes of a stage, and of its fp32 gradients in the optimizer step."""
         import numpy as np
 
-        e, x = self.memory.engine, self.x
-        best = np.zeros((len(MODES), len(x)))
-        for stage in stages:
-            held = self._states(stage, layout.pp)
-            step = held.pop("step")
-            states = np.sum(list(held.values()), axis=0).astype(float)
-            acts = self._activations(stage, layout)
-            np.maximum(best, states + np.maximum(acts, step), out=best)
-        best += e.workspace_bytes + e.context_bytes
-        best += np.where(x.stage * x.pp > 1, e.communicator_bytes, 0)
-        return best
+        held = self._states(stage, pp)
+        step = held.pop("step")
+        return np.sum(list(held.values()), axis=0).astype(float), step
 
     def _sums(self, stage: TrainStage) -> Ints:
         """[7, N]: dense, expert and plain elements of the rank; root, largest layer, the two largest, largest unit."""
@@ -303,6 +284,43 @@ class Peak:
             "gathered": np.where(alone, only, gathered) + np.where(alone, 0, waiting),
             "step": self._spread(dense, expert, 4) if halves and reduce < 4 else dense * 0,
         }
+
+
+class Peak:
+    """Peak of a block of layouts that share depth, schedule, chunks and stages.
+
+    Args:
+        cuts: [N]: cut of every row. micro: [N]: micro-batches.
+    """
+
+    def __init__(
+        self, x: Columns, tables: tuple[Units, Saved], memory: Memory, known: Known, *, cuts: Ints, micro: Ints
+    ) -> None:
+        self.x, self.memory, self.known, self.cuts, self.micro = x, memory, known, cuts, micro
+        self.units, self.saved = tables
+        self.alike = [(rows, int(micro[rows[0]])) for rows in blocks(micro)]
+
+    def total(self, stages: list[TrainStage], layout: Layout) -> Floats:
+        """[3, N]: bytes of the fullest of some stages, by mode of recompute.
+
+        ``layout`` gives depth, schedule and chunks.
+        """
+        import numpy as np
+
+        e, x = self.memory.engine, self.x
+        best = np.zeros((len(MODES), len(x)))
+        by_zero = [
+            (rows, States(x.take(rows), self.units, self.memory, self.known, self.cuts[rows]))
+            for rows in blocks(x.zero)
+        ]
+        states, step = np.empty(len(x)), np.empty(len(x))
+        for stage in stages:
+            for rows, of in by_zero:
+                states[rows], step[rows] = of.held(stage, layout.pp)
+            np.maximum(best, states + np.maximum(self._activations(stage, layout), step), out=best)
+        best += e.workspace_bytes + e.context_bytes
+        best += np.where(x.stage * x.pp > 1, e.communicator_bytes, 0)
+        return best
 
     def _chunk(self, layers: tuple[int, ...]) -> tuple[Floats, Floats]:
         """Bytes kept a micro-batch, and extra in a layer's backward, of one chunk: [3, K] each."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from meshwright.plan.training_time import PARTS, WORDS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -24,17 +26,11 @@ def front(value: Floats, cost: Floats) -> Ints:
     return order[first].astype(np.int64)
 
 
-#: Parts of a step that layouts differ in: column of the cost, and how it is called.
-COMPONENTS = (
-    ("compute_s", "compute"),
-    ("link_s", "communication of activations"),
-    ("exposed_s", "gradients and parameters that the backward does not hide"),
-    ("idle_s", "pipeline bubble"),
-)
+def lost_by(best: Mapping[str, float], other: Mapping[str, float]) -> tuple[str, float]:
+    """The part of the step in which ``other`` takes longest beside ``best``, and by how many seconds.
 
-
-def lost_by(cost: Mapping[str, Floats], best: int, other: int) -> tuple[str, float]:
-    """The part of the step in which ``other`` takes longest beside ``best``, and by how many seconds."""
-    more = [(float(cost[name][other] - cost[name][best]), text) for name, text in COMPONENTS]
-    seconds, text = max(more)
-    return text, seconds
+    Args:
+        best, other: seconds by part (``training_time.PARTS``).
+    """
+    part = max(PARTS, key=lambda name: other[name] - best[name])
+    return WORDS[part], other[part] - best[part]

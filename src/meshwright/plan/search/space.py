@@ -1,17 +1,18 @@
 """The space of training layouts that use a whole cluster, as columns.
 
 Axes: tp divides a node; pp, cp and dp share out the rest; ep and etp; sp on and off beside tp; ZeRO-0 to 3, FSDP with
-and without resharding and with one replica a node (HSDP); schedules with their model chunks; micro-batches. Recompute
-is no axis here: the least that fits is taken (``memory``). A stage holds whole nodes, or a node whole stages.
+and without resharding and with one replica a node (HSDP); schedules with their model chunks; stages as the engine
+splits them and with lighter ends; micro-batches. Recompute is no axis here: the least that fits is taken (``memory``).
+A stage holds whole nodes, or a node whole stages. What is left out, and why: ``LEFT_OUT``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from meshwright.plan.search.columns import SCHEDULES, Columns, joined
+from meshwright.plan.search.columns import SCHEDULES, Columns, empty, joined
 from meshwright.plan.search.legal import legal
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.model import ModelSpec
@@ -26,20 +27,33 @@ if TYPE_CHECKING:
 MAX_STAGES = 64
 MAX_CONTEXT = 16
 MICRO_BATCHES = (1, 2, 4, 8)
-#: Fewest tokens of a sequence on one rank for which it is cut over cp.
-LEAST_TOKENS = 1024
+#: Fewest tokens of a sequence that cp leaves on a rank: the fewest of all measured steps with cp that the constants of
+#: ``training_time`` were fitted on, and there predictions are already up to 9 % too fast.
+LEAST_TOKENS = 4096
 #: Schedule and model chunks a rank.
 SCHEDULED = (
     ("1f1b", 1),
     ("interleaved", 2),
     ("interleaved", 4),
-    ("gpipe", 1),
+    ("interleaved", 8),
     ("zb-h1", 1),
     ("zbv", 1),
     ("dualpipev", 1),
 )
+#: Schedules that are looked at with lighter ends as well; the folded ones have both ends on one stage.
+RELIEVED = ("1f1b", "interleaved", "zb-h1")
 #: ZeRO stage, resharding after the forward, one replica of the sharded group a node.
 SHARDED = ((0, 1, False), (1, 1, False), (2, 1, False), (3, 1, False), (3, 0, False), (3, 1, True))
+#: What the space does not hold, and why.
+LEFT_OUT = (
+    ("tp across nodes", "every layer would send its activations over the network four times"),
+    ("gpipe", "takes as long as 1f1b and holds all micro-batches"),
+    (f"pp beyond {MAX_STAGES}, cp beyond {MAX_CONTEXT}", "no published run goes there"),
+    (f"cp that leaves a rank fewer than {LEAST_TOKENS:,} tokens", "no such step was measured"),
+    ("more than 8 chunks a rank, other hand-made stage_layers", "each shortens the bubble by less than the last"),
+    ("micro-batches other than 1, 2, 4, 8", "sizes between them behave as their neighbours"),
+    ("offload, recompute of some layers, FSDP wrap and prefetch", "stated by the user, not searched"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,88 @@ def expert_rows(spec: ModelSpec) -> list[tuple[int, int]]:
     return [(ep, etp) for ep in degrees for etp in ((0, 1) if ep > 1 else (0,))]
 
 
+def lighter_ends(layers: int, stages: int, ends: int) -> tuple[int, ...]:
+    """Layers a stage when the last stage (``ends`` 1) or both ends (2) have one less than an equal share of the others,
+    as Llama 3 405B was trained (arXiv:2407.21783, section 3.3.2: 126 layers on 16 stages); empty where that cannot be.
+    """
+    base, extra = divmod(layers + ends, stages)
+    sizes = [base + (i < extra) for i in range(stages)]
+    sizes[-1] -= 1
+    sizes[0] -= ends - 1
+    return tuple(sizes) if ends < stages and min(sizes) >= 1 else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    """Axes beside the degrees.
+
+    Attributes:
+        experts: [A, 3]: ep, etp, sp. splits: every ``stage_layers``.
+        steps: by pp: [S, 4]: schedule, chunks, micro-batch, place in ``splits``.
+    """
+
+    experts: Ints
+    splits: tuple[tuple[int, ...], ...]
+    steps: dict[int, Ints]
+
+
+def _axes(spec: ModelSpec, profile: EngineProfile, depths: Iterable[int]) -> _Axes:
+    import numpy as np
+
+    experts = np.array([(ep, etp, sp) for ep, etp in expert_rows(spec) for sp in (0, 1)], dtype=np.int64)
+    splits: dict[tuple[int, ...], int] = {(): 0}
+    steps = {}
+    for pp in sorted(set(depths)):
+        usual = tuple(profile.split_layers(len(spec.layers), pp))
+        found = {lighter_ends(len(spec.layers), pp, ends): None for ends in (1, 2)}
+        uneven = [splits.setdefault(sizes, len(splits)) for sizes in found if sizes and sizes != usual]
+        rows = [
+            (SCHEDULES.index(name), v, b, split)
+            for name, v in (SCHEDULED if pp > 1 else SCHEDULED[:1])
+            for split in (0, *(uneven if name in RELIEVED else ()))
+            for b in MICRO_BATCHES
+        ]
+        steps[pp] = np.array(rows, dtype=np.int64)
+    return _Axes(experts, tuple(splits), steps)
+
+
+def _takes_experts(
+    spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile, axes: _Axes, base: Ints
+) -> Mask:
+    """[bases, A]: which experts' degrees the engine takes whatever the rest is.
+
+    Asked without stages, and with FSDP because some engines lay experts inside the sharded group.
+    """
+    import numpy as np
+
+    many = len(axes.experts)
+    ones = np.ones(len(base) * many, dtype=np.int64)
+    tp, _, cp, dp = (np.repeat(base[:, i], many) for i in range(4))
+    ep, etp, sp = (np.tile(axes.experts[:, i], len(base)) for i in range(3))
+    plain = ones * SCHEDULES.index("1f1b")
+    asked = Columns(tp, ones, dp, cp, ep, etp, sp, ones * 3, ones, ones, plain, ones, ones, ones * 0)
+    found = legal(spec, asked, profile, cluster, work).reshape(len(base), many)
+    return np.asarray(found & (_simple(axes) | (base[:, :1] > 1)))
+
+
+def _simple(axes: _Axes) -> Mask:
+    """Rows of ``experts`` that tp 1 has: there is nothing else to choose."""
+    import numpy as np
+
+    return np.asarray((axes.experts[:, 1] == 0) & (axes.experts[:, 2] == 0))
+
+
+def _sharded(at: Base, node: int) -> list[tuple[int, int, int]]:
+    """ZeRO stage, replicas and resharding to look at."""
+    inside = max(1, node // (at.tp * at.cp))
+    return [
+        (zero, at.dp // inside if one_node else 1, reshard)
+        for zero, reshard, one_node in SHARDED
+        if (at.dp * at.cp > 1 or zero == 0) and (not one_node or (1 < inside < at.dp and at.dp % inside == 0))
+        if reshard or at.pp == 1
+    ]
+
+
 def space(spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile) -> Space:
     """Every layout of the space that the engine takes.
 
@@ -99,48 +195,18 @@ def space(spec: ModelSpec, cluster: Cluster, work: Train, profile: EngineProfile
 
     own = list(bases(spec, cluster, work))
     if not own:
-        return Space(Columns(*(np.zeros(0, dtype=np.int64) for _ in fields(Columns))), 0, 0)
-    experts = [(ep, etp, sp) for ep, etp in expert_rows(spec) for sp in (0, 1)]
-    small = [(etp, sp) == (0, 0) for _, etp, sp in experts]  # with tp 1 there is nothing else to choose
-    steps = [(SCHEDULES.index(name), v, b) for name, v in SCHEDULED for b in MICRO_BATCHES]
-    node = cluster.devices_per_node
+        return Space(empty(), 0, 0)
+    axes = _axes(spec, profile, (b.pp for b in own))
     base = np.array([(b.tp, b.pp, b.cp, b.dp) for b in own], dtype=np.int64)
-    a, c = len(experts), len(steps)
-
-    def ask(count: int, **given: Ints) -> Mask:
-        rows = {f.name: np.ones(len(own) * count, dtype=np.int64) for f in fields(Columns)}
-        rows |= {"etp": np.zeros_like(rows["tp"]), "sp": np.zeros_like(rows["tp"]), "zero": np.zeros_like(rows["tp"])}
-        rows["sp"] = (np.repeat(base[:, 0], count) > 1).astype(np.int64)
-        rows["schedule"] = np.full_like(rows["tp"], SCHEDULES.index("1f1b"))
-        rows |= dict(zip(("tp", "pp", "cp", "dp"), (np.repeat(base[:, i], count) for i in range(4)), strict=True))
-        return legal(spec, Columns(**(rows | given)), profile, cluster, work).reshape(len(own), count)
-
-    tiled = [np.tile(np.array(column, dtype=np.int64), len(own)) for column in zip(*experts, strict=True)]
-    # FSDP shards as widely as it can here, because some engines lay experts inside the sharded group.
-    takes_experts = ask(a, ep=tiled[0], etp=tiled[1], sp=tiled[2], zero=np.full(len(own) * a, 3))
-    takes_experts &= np.array(small) | (base[:, :1] > 1)
-    runs = np.array(steps)
-    # Schedules with several chunks need stages; the engine's own rules on schedules are asked below.
-    takes_steps = work.global_batch % (base[:, 3:] * runs[:, 2]) == 0
-    takes_steps &= (base[:, 1:2] > 1) | (runs[:, 0] == SCHEDULES.index("1f1b"))
+    takes_experts, simple = _takes_experts(spec, cluster, work, profile, axes, base), _simple(axes)
     parts, size = [], 0
-    for number, at in enumerate(own):
-        ranks = at.dp * at.cp
-        inside = max(1, node // (at.tp * at.cp))
-        zeros = [
-            (zero, at.dp // inside if one_node else 1, reshard)
-            for zero, reshard, one_node in SHARDED
-            if (ranks > 1 or zero == 0) and (not one_node or (1 < inside < at.dp and at.dp % inside == 0))
-            if reshard or at.pp == 1
-        ]
-        size += (a if at.tp > 1 else sum(small)) * len(zeros) * (c if at.pp > 1 else len(MICRO_BATCHES))
-        e, s = np.flatnonzero(takes_experts[number]), np.flatnonzero(takes_steps[number])
-        if not len(e) or not len(s):
-            continue
+    for at, taken in zip(own, takes_experts, strict=True):
+        zeros, steps = np.array(_sharded(at, cluster.devices_per_node)), axes.steps[at.pp]
+        size += (len(simple) if at.tp > 1 else int(simple.sum())) * len(zeros) * len(steps)
+        e, s = np.flatnonzero(taken), np.flatnonzero(work.global_batch % (at.dp * steps[:, 2]) == 0)
         i, j, k = (x.ravel() for x in np.meshgrid(e, np.arange(len(zeros)), s, indexing="ij"))
-        ez, zz, sz = np.array(experts), np.array(zeros), runs
         same = (np.full(len(i), n, dtype=np.int64) for n in (at.tp, at.pp, at.dp, at.cp))
-        parts.append(Columns(*same, *ez[i].T, *zz[j].T, *sz[k].T))
-    found = joined(parts) if parts else Columns(*(np.zeros(0, dtype=np.int64) for _ in fields(Columns)))
+        parts.append(Columns(*same, *axes.experts[i].T, *zeros[j].T, *steps[k].T))
+    found = replace(joined(parts), splits=axes.splits)
     found = found.take(legal(spec, found, profile, cluster, work))
     return Space(found, size, size - len(found))

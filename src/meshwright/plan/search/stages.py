@@ -8,62 +8,80 @@ from dataclasses import dataclass
 from meshwright.moves.pipeline import FOLDED
 from meshwright.plan.train_memory import fullest
 from meshwright.plan.train_shards import TrainStage, train_stages
-from meshwright.plan.training_step import chunk_places
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
+from meshwright.specs.placement import chunk_places
 from meshwright.specs.profile import EngineProfile
+from meshwright.specs.shares import part
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One model chunk of a rank: layers of each pattern, whether it begins or ends the model, and how many other
-    stages it hands activations to or takes them from."""
+    """One model chunk of a rank: layers of each pattern, whether it begins or ends the model, and whether it sends
+    activations to, and gradients back to, another stage."""
 
     layers: tuple[int, ...]
     first: bool
     last: bool
-    neighbours: int
+    on: bool
+    back: bool
 
 
-def parts_of(spec: ModelSpec, layout: Layout, profile: EngineProfile) -> list[tuple[Part, ...]]:
-    """Distinct stages as ``training_step`` runs them, each by its chunks; those left out that do no more of anything
-    than another, which is then the slower one."""
+@dataclass(frozen=True, slots=True)
+class StageKind:
+    """Stages that do the same: their chunks, and how many layers these have."""
+
+    parts: tuple[Part, ...]
+    placed: int
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of each pattern over all chunks."""
+        return tuple(map(sum, zip(*(part.layers for part in self.parts), strict=True)))
+
+    @property
+    def first(self) -> bool:
+        """Whether a chunk begins the model."""
+        return any(part.first for part in self.parts)
+
+    @property
+    def last(self) -> bool:
+        """Whether a chunk ends the model."""
+        return any(part.last for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Kinds of stages, each where it comes first, and runs of equal stages: ``(kind, how many)``."""
+
+    kinds: tuple[StageKind, ...]
+    runs: tuple[tuple[int, int], ...]
+
+
+def pipeline_of(spec: ModelSpec, layout: Layout, profile: EngineProfile) -> Pipeline:
+    """Stages of a layout as its placement has them: ``stage_layers`` are dealt evenly over the chunks of a stage."""
     places = chunk_places(layout)
-    if all(len(p) == 1 for p in places):
-        sizes = profile.split_layers(len(spec.layers), layout.pp)
-        starts = [sum(sizes[:i]) for i in range(layout.pp)]
-        chunks = [[range(start, start + size)] for start, size in zip(starts, sizes, strict=True)]
-    else:
-        chunks = [[range(c[0], c[0] + len(c)) for c in s.chunks] for s in train_stages(spec, layout)]
+    count = sum(map(len, places))
+    sizes = list(profile.split_layers(len(spec.layers), count))
+    for total, own in zip(layout.stage_layers, places, strict=False):
+        for number, place in enumerate(own):
+            low, high = part(total, len(own), number)
+            sizes[place] = high - low
+    chunks = [range(sum(sizes[:place]), sum(sizes[: place + 1])) for place in range(count)]
     owner = {place: stage for stage, own in enumerate(places) for place in own}
-    last = len(owner) - 1
-    out = []
+    order = []
     for stage, own in enumerate(places):
         row = []
-        for place, layers in zip(own, chunks[stage], strict=True):
-            near = (owner.get(place - 1), owner.get(place + 1))
-            row.append(
-                Part(
-                    pattern_counts(spec, layers),
-                    place == 0,
-                    place == last,
-                    sum(n is not None and n != stage for n in near),
-                )
-            )
-        out.append(tuple(row))
-    found = list(dict.fromkeys(out))
-    return [a for a in found if not any(a != b and _covers(b, a) for b in found)]
-
-
-def _covers(more: tuple[Part, ...], less: tuple[Part, ...]) -> bool:
-    """Whether a stage does at least all that another does, chunk by chunk."""
-    return all(
-        a.first >= b.first
-        and a.last >= b.last
-        and a.neighbours >= b.neighbours
-        and all(m >= n for m, n in zip(a.layers, b.layers, strict=True))
-        for a, b in zip(more, less, strict=True)
-    )
+        for place in own:
+            back, on = (owner.get(p) not in {None, stage} for p in (place - 1, place + 1))
+            row.append(Part(pattern_counts(spec, chunks[place]), place == 0, place == count - 1, on, back))
+        order.append(StageKind(tuple(row), sum(sizes[place] for place in own)))
+    kinds = list(dict.fromkeys(order))
+    runs: list[tuple[int, int]] = []
+    for kind in map(kinds.index, order):
+        known = runs.pop()[1] if runs and runs[-1][0] == kind else 0
+        runs.append((kind, known + 1))
+    return Pipeline(tuple(kinds), tuple(runs))
 
 
 def pattern_counts(spec: ModelSpec, layers: range | tuple[int, ...]) -> tuple[int, ...]:

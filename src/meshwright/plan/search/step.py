@@ -1,316 +1,266 @@
-"""Cost of an optimizer step over columns: the formulas of ``train_cost`` and ``cost.Links`` on arrays."""
+"""Seconds of an optimizer step over columns: the terms of ``training_time`` on arrays.
+
+A block of layouts shares pipeline depth, schedule, model chunks and stages. What a stage does in one
+micro-batch depends on the cut alone and is combined once a cut; rows then take their micro-batches, data-parallel
+groups and pipelines.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.plan.cost import KERNEL_S, LAUNCH_S
+from meshwright.plan.pipeline_time import idle_lines, split_backward
 from meshwright.plan.search.columns import Columns
-from meshwright.plan.search.stages import Part
-from meshwright.plan.search.tables import Tables
-from meshwright.plan.train_cost import HIDDEN
-from meshwright.specs.cluster import Cluster, Link
+from meshwright.plan.search.data import DataSeconds, exposed
+from meshwright.plan.search.links import Group, Links
+from meshwright.plan.search.stages import Pipeline, StageKind
+from meshwright.plan.search.tables import Tables, Works
+from meshwright.plan.training_time import CORNER, HOST, PARTS, SHOWN, STREAM, Rates
+from meshwright.plan.training_time_work import Work
 from meshwright.specs.dtypes import DTYPE_BYTES
-from meshwright.specs.layout import Fsdp
+from meshwright.specs.layout import Layout
 from meshwright.specs.workload import Train
 
 if TYPE_CHECKING:
-    from meshwright.plan.search.columns import Floats, Ints, Mask
+    from meshwright.plan.search.columns import Floats, Ints
 
     Numbers = Floats | Ints | float
 
 
-@dataclass(slots=True)
-class Sums:
-    """Bytes, FLOPs, wire bytes, messages and seconds of each layout, as ``cost.Tally``."""
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What all blocks of a question share: rates of device and software, links, workload, tied embeddings.
 
-    wire_bytes: Floats
-    messages: Floats
-    wire_s: Floats
+    ``recomputed``: see ``training_time.Software``.
+    """
 
-    def add(self, wire: Floats | Ints, seconds: Floats, live: Mask, times: Numbers = 1.0) -> None:
-        """Add a collective that runs where ``live``."""
+    rates: Rates
+    recomputed: float
+    links: Links
+    work: Train
+    tied: bool
 
-        many = live * times
-        self.wire_bytes += many * wire
-        self.wire_s += many * seconds
-        self.messages += many
-
-
-class Group:
-    """A group of ranks of every layout: its link, ring bandwidth and latencies (see ``cost.Links``)."""
-
-    def __init__(self, cluster: Cluster, members: Ints, near: Ints) -> None:
+    def weights(self) -> Floats:
+        """[W, 2]: seconds of the device and of the host for each field of ``Work``."""
         import numpy as np
 
-        self.members, self.across = members, near < members
-        inside, between = cluster.intra, cluster.inter
-        ports = [_port(link, cluster) for link in (inside, between)]
-        shared = np.where(near > 1, np.minimum(ports[1] * near, inside.bandwidth_bytes_s), ports[1])
-        self.ring = np.where(self.across, shared, ports[0])
-        self.port = np.where(self.across, ports[1], ports[0])
-        self.hop = np.where(self.across, between.latency_s, inside.latency_s)
-        nodes = -(-members // near)
-        self.round = (near - 1) * inside.latency_s + np.ceil(np.log2(nodes)) * self.hop
-
-    def all_reduce(self, out: Sums, ranks: Ints, payload: Ints, times: Numbers = 1.0) -> None:
-        """2 (n-1)/n of the payload a rank, two rounds."""
-        wire = -(-2 * (ranks - 1) * payload // ranks)
-        out.add(wire, wire / self.ring + LAUNCH_S + 2 * self.round, (ranks > 1) & (payload > 0), times)
-
-    def reduce_scatter(self, out: Sums, ranks: Ints, payload: Ints, times: Numbers = 1.0) -> None:
-        """(n-1)/n of the payload a rank."""
-        wire = -(-(ranks - 1) * payload // ranks)
-        out.add(wire, wire / self.ring + LAUNCH_S + self.round, (ranks > 1) & (payload > 0), times)
-
-    def all_gather(self, out: Sums, ranks: Ints, piece: Ints, times: Numbers = 1.0) -> None:
-        """(n-1) pieces a rank."""
-        wire = (ranks - 1) * piece
-        out.add(wire, wire / self.ring + LAUNCH_S + self.round, (ranks > 1) & (piece > 0), times)
+        host = np.array([name in HOST for name in Work._fields])
+        of = np.array(self.rates.weights)
+        return np.stack([np.where(host, 0.0, of), np.where(host, of, 0.0)], axis=1)
 
 
-def _port(link: Link, cluster: Cluster) -> float:
-    return link.device_bandwidth_bytes_s(cluster.devices_per_node)
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows that share pipeline depth, schedule, chunks and stages.
+
+    Attributes:
+        x: layouts. at: depth, schedule and chunks as a layout. tables: of all cuts. rated: work of these in seconds of
+            device and host (``Timing.weights``). cuts: [N]: cut of every row.
+        mode: [N]: place in ``columns.MODES``. micro: [N]: micro-batches.
+        data: of all rows of this depth. own: [N]: the distinct row of each in it.
+    """
+
+    x: Columns
+    at: Layout
+    tables: Tables
+    rated: Works
+    cuts: Ints
+    mode: Ints
+    micro: Ints
+    data: DataSeconds
+    own: Ints
 
 
-@dataclass(slots=True)
-class Numel:
-    """Elements of dense parameters and of experts that are gathered or reduced at once."""
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """One kind of stage by row: forward and backward of a micro-batch, what data parallelism leaves exposed, the
+    optimizer."""
 
-    dense: Ints
-    expert: Ints
+    forward: Floats
+    backward: Floats
+    data: Floats
+    optimizer: Floats
+
+    @property
+    def both(self) -> Floats:
+        """Forward and backward of one micro-batch."""
+        return self.forward + self.backward
 
 
 class Step:
-    """Costs a block of layouts that share pipeline depth, schedule, model chunks and ZeRO stage.
+    """Times a block."""
 
-    Args:
-        tables: of all cuts. cuts: [N]: cut of every row. experts: [N]: ranks that share an expert (``grid_etp``).
-        mode: [N]: place in ``columns.MODES``. micro: [N]: micro-batches. idle: [N]: bubble.
-    """
-
-    def __init__(
-        self,
-        x: Columns,
-        tables: Tables,
-        cluster: Cluster,
-        work: Train,
-        *,
-        tied: bool,
-        cuts: Ints,
-        experts: Ints,
-        mode: Ints,
-        micro: Ints,
-        idle: Floats,
-    ) -> None:
+    def __init__(self, block: Block, timing: Timing, pipeline: Pipeline) -> None:
         import numpy as np
 
-        self.x, self.tables, self.cluster, self.work, self.tied = x, tables, cluster, work, tied
-        self.cuts, self.mode, self.micro, self.idle = cuts, mode, micro, idle
-        self.pp, self.zero = int(x.pp[0]), int(x.zero[0])
-        node, stage = cluster.devices_per_node, x.stage
-        ranks = x.dp * x.cp
-        span = x.ep * experts
-        copies = stage // span
-        self.dense = Group(cluster, ranks, np.minimum(ranks, -(-node // x.tp)))
-        self.expert = Group(cluster, copies, np.minimum(copies, -(-node // span)))
-        self.pipe = Group(cluster, x.pp, np.minimum(x.pp, np.maximum(1, node // stage)))
-        world = stage * x.pp
-        self.tensor = Group(cluster, x.tp, np.minimum(x.tp, node))
-        self.world = Group(cluster, world, np.minimum(world, node))
-        self.layers = [Numel(tables.parameters[cuts, p, 0], tables.parameters[cuts, p, 1]) for p in self._patterns]
-        self.plain = (x.ep == 1) & (copies == ranks)
-        self.sharded = np.maximum(1, ranks // x.replicas) if self.zero == 3 else ranks
+        self.block, self.timing, self.pipeline = block, timing, pipeline
+        x, node = block.x, timing.links.cluster.devices_per_node
+        near = np.minimum(x.pp, np.maximum(1, node // x.stage))
+        # A case is a cut beside the place of a stage in its node: all that one micro-batch of a stage depends on.
+        code, first, self.case = np.unique(block.cuts * (1 << 24) + near, return_index=True, return_inverse=True)
+        self.cut, self.of_case = code >> 24, x.take(first)
+        self.pipe = Group(timing.links, self.of_case.pp, near[first])
+        self.blocking = "pp_beside" if block.at.virtual > 1 else "pp"
+        self.stages = [self._stage(kind) for kind in pipeline.kinds]
 
-    @property
-    def _patterns(self) -> range:
-        return range(self.tables.parameters.shape[1])
-
-    def cost(self, stages: list[tuple[Part, ...]]) -> dict[str, Floats]:
-        """Of the slowest stage: seconds of a step, share on links, and sums as in ``plan.Cost``."""
+    def seconds(self) -> dict[str, Floats]:
+        """Seconds of the step by row, and of it bubble, exposed data parallelism and optimizer."""
         import numpy as np
 
-        best: dict[str, Floats] = {}
-        for parts in stages:
-            found = self._stage(parts)
-            if not best:
-                best = found
-                continue
-            slower = found["step_s"] >= best["step_s"]
-            best = {name: np.where(slower, found[name], best[name]) for name in found}
-        return best
-
-    def _stage(self, parts: tuple[Part, ...]) -> dict[str, Floats]:
-        import numpy as np
-
-        t, k = self.tables, self.cuts
-        total = np.array(parts[0].layers) * 0
-        for part in parts:
-            total = total + np.array(part.layers)
-        each = np.einsum("p,kpms->smk", total.astype(float), t.layer)
-        first, last = any(p.first for p in parts), any(p.last for p in parts)
-        each += t.first.T[:, None] if first else 0.0
-        each += t.last.T[:, None] if last else 0.0
-        of_row = np.take(each.reshape(len(each), -1), self.mode * len(t.first) + k, axis=1)
-        of_row *= self.micro
-        moved, flops, wire, messages, compute_s, wire_s = of_row
-        step = Sums(wire, messages, wire_s)
-        self._hand_offs(step, sum(p.neighbours for p in parts))
-        units = self._units(parts)
-        whole = Numel(sum(u.dense for u, _ in units), sum(u.expert for u, _ in units))  # type: ignore[arg-type]
-        self._once(step, total, first, last)
-        update = self._update_bytes(whole)
-        moved += update
-        compute_s += np.maximum(KERNEL_S, update / self.cluster.device.bandwidth_bytes_s)
-        zeros = np.zeros(len(k))
-        data = Sums(zeros.copy(), zeros.copy(), zeros.copy())
-        self._data(data, whole, units, len(parts))
-        exposed = np.maximum(0.0, data.wire_s - HIDDEN * compute_s)
-        seconds = (compute_s + step.wire_s) / (1.0 - self.idle) + exposed
+        slowest = np.asarray(np.max([s.both for s in self.stages], axis=0))
+        idle = self._idle()
+        data = np.asarray(np.max([s.data for s in self.stages], axis=0))
+        optimizer = np.asarray(np.max([s.optimizer for s in self.stages], axis=0)) / STREAM + self.timing.rates.step_s
         return {
-            "step_s": seconds,
-            "wire_share": (step.wire_s + exposed) / seconds,
-            "bytes_read": moved,
-            "flops": flops,
-            "wire_bytes": step.wire_bytes + data.wire_bytes,
-            "messages": step.messages + data.messages,
-            "compute_s": compute_s,
-            "exposed_s": exposed,
-            "link_s": step.wire_s,
+            "step_s": self.block.micro * slowest + idle + data + optimizer,
+            "bubble_s": idle,
+            "data_s": data,
+            "optimizer_s": optimizer,
         }
 
-    def _hand_offs(self, out: Sums, neighbours: int) -> None:
-        """Activations and gradients over each boundary: one sent and one received for every neighbour."""
-        if not neighbours:
-            return
+    def parts(self) -> dict[str, Floats]:
+        """``TrainingTime.parts`` by row."""
         import numpy as np
 
-        payload = self.tables.hidden_bytes[self.cuts]
-        always = np.ones(len(payload), dtype=bool)
-        out.add(payload, payload / self.pipe.port + self.pipe.hop, always, self.micro * neighbours)
-        out.add(payload * 0, self.pipe.hop, always, self.micro * neighbours)
+        slowest = np.argmax([s.both for s in self.stages], axis=0)
+        of_kind = [self._parts(kind, s) for kind, s in zip(self.pipeline.kinds, self.stages, strict=True)]
+        found = {n: chosen(slowest, [parts[n] for parts in of_kind]) for n in of_kind[0]}
+        whole = self.seconds()
+        found |= {"bubble": whole["bubble_s"], "data parallel": whole["data_s"], "optimizer": whole["optimizer_s"]}
+        return {name: found[name] for name in PARTS}
 
-    def _units(self, parts: tuple[Part, ...]) -> list[tuple[Numel, Part | int]]:
-        """Roots of the chunks, then layers by pattern (``Part`` or number of the pattern beside each)."""
-        t, k = self.tables, self.cuts
-        begins = any(p.first for p in parts)
-        nothing = self.x.tp * 0
-        out: list[tuple[Numel, Part | int]] = []
-        for part in parts:
-            root = nothing
-            if part.first:
-                root = root + t.embedding[k]
-            elif part.last and self.tied and not begins:
-                root = root + t.vocabulary[k]
-            if part.last:
-                root = root + t.tail[k] + (t.other[k] if begins else 0)
-            out.append((Numel(root, nothing), part))
-        for p in self._patterns:
-            many = sum(part.layers[p] for part in parts)
-            if many:
-                out.append((Numel(many * self.layers[p].dense, many * self.layers[p].expert), p))
-        return out
-
-    def _once(self, out: Sums, total: Ints, first: bool, last: bool) -> None:
-        """Gradient norm, sums of tied embeddings and of norms under sequence parallelism."""
+    def _works(self, kind: StageKind, of: Works, column: int, weight: float) -> tuple[Floats, Floats, Floats, Floats]:
+        """[C, W] each: forward, backward and attention core of one micro-batch of a stage, and forward of its layers;
+        hand-offs go to ``column`` with ``weight``."""
         import numpy as np
 
-        t, k, grad = self.tables, self.cuts, DTYPE_BYTES[self.work.grad_dtype]
-        self.world.all_reduce(out, self.world.members, np.full(len(k), DTYPE_BYTES["f32"]))
-        if self.tied and first != last:
-            self.pipe.all_reduce(out, np.full(len(k), 2), t.tied[k] * grad)
-        numel = t.norms @ total + (t.end_norms if last else 0)
-        self.tensor.all_reduce(out, self.x.tp, numel[k] * self.x.sp * grad)
+        k = self.cut
+        layers = np.einsum("p,kpsw->skw", np.array(kind.layers, dtype=float), of.layer[k])
+        ahead, back = layers[0].copy(), layers[1]
+        for there, ends in ((kind.first, of.first), (kind.last, of.last)):
+            if there:
+                ahead, back = ahead + ends[k, 0], back + ends[k, 1]
+        hand_off = self.pipe.seconds("send", self.block.tables.hidden_bytes[k]) * weight
+        ahead[:, column] += hand_off * sum(part.on for part in kind.parts)
+        back[:, column] += hand_off * sum(part.back for part in kind.parts)
+        return ahead, back, layers[2], layers[0]
 
-    def _update_bytes(self, whole: Numel) -> Floats:
-        """What the optimizer reads and writes; see ``data_parallel.optimizer_op``."""
+    def _rated(self, kind: StageKind) -> tuple[Floats, Floats, Floats, Floats]:
+        """``_works`` in seconds of device and host."""
+        return self._works(kind, self.block.rated, 0, getattr(self.timing.rates.weights, self.blocking))
+
+    def _once(self, kind: StageKind) -> tuple[Floats, Floats]:
+        """[C] each: seconds of collectives that the backward of a step has once: sums of the gradients of norms under
+        sequence parallelism, and of tied embeddings."""
         import numpy as np
 
-        w = self.work
-        numel = whole.dense + whole.expert
-        if self.zero:
-            shared = np.where(self.plain, self.sharded, np.maximum(1, self.expert.members))
-            numel = -(-whole.dense // self.sharded) + -(-whole.expert // shared)
-        moments = {"adamw": 2, "sgd": 1, "muon": 1}[w.optimizer] * DTYPE_BYTES[w.state_dtype]
-        master = 4 if w.master_weights and w.param_dtype != "f32" else 0
-        width = DTYPE_BYTES[w.param_dtype]
-        each = DTYPE_BYTES[w.grad_dtype] + 2 * moments + (2 * master + width if master else 2 * width)
-        return numel.astype(float) * each
+        t, k, x, rates = self.block.tables, self.cut, self.of_case, self.timing.rates.weights
+        grad = DTYPE_BYTES[self.timing.work.grad_dtype]
+        tensor = Group(self.timing.links, x.tp, np.minimum(x.tp, self.timing.links.cluster.devices_per_node))
+        numel = t.norms[k] @ np.array(kind.layers) + (t.end_norms[k] if kind.last else 0)
+        norms, tied = tensor.seconds("all_reduce", numel * x.sp * grad) * rates.tp, np.zeros(len(k))
+        if self.timing.tied and kind.first != kind.last:
+            tied = self.pipe.seconds("all_reduce", t.tied[k] * grad) * getattr(rates, self.blocking)
+        return norms, tied
 
-    def _data(self, out: Sums, whole: Numel, units: list[tuple[Numel, Part | int]], chunks: int) -> None:
-        """Gradients and parameters over the data-parallel ranks, as ``training_step`` emits them by ZeRO stage."""
-        w = self.work
-        grad, width = DTYPE_BYTES[w.grad_dtype], DTYPE_BYTES[w.param_dtype]
-        if self.zero == 0:
-            for n, group, _ in self._pairs(whole):
-                group.all_reduce(out, group.members, n * grad)
-        elif self.zero == 1:
-            self._scatter(out, whole, grad)
-            self._gather(out, whole, width)
-        elif self.zero == 2:
-            for each in self._merged(units, chunks):
-                self._scatter(out, each, grad, self.micro)
-            self._gather(out, whole, width)
-        else:
-            self._sharded(out, whole, units)
+    def _stage(self, kind: StageKind) -> StageSeconds:
+        micro, case = self.block.micro, self.case
+        ahead, back, core, layers = self._rated(kind)
+        norms, tied = self._once(kind)
+        once = (norms + tied)[case] / micro
+        forward = joined(ahead)[case]
+        backward = joined(back)[case] if not once.any() else joined(back[case], once)
+        backward = backward + self._again(core, layers)
+        d = self.block.data.of(kind).take(self.block.own)
+        left = exposed(d, max(1, kind.placed), forward, backward, micro, self.timing.rates.contention)
+        return StageSeconds(forward, backward, left, d.optimizer)
 
-    def _merged(self, units: list[tuple[Numel, Part | int]], chunks: int) -> list[Numel]:
-        """Root and layers of each chunk as one."""
-        out = []
-        for root, part in units[:chunks]:
-            assert isinstance(part, Part)
-            dense, expert = root.dense, root.expert
-            for p, many in enumerate(part.layers):
-                dense = dense + many * self.layers[p].dense
-                expert = expert + many * self.layers[p].expert
-            out.append(Numel(dense, expert))
-        return out
-
-    def _sharded(self, out: Sums, whole: Numel, units: list[tuple[Numel, Part | int]]) -> None:
-        """ZeRO-3: unit by unit for every micro-batch; under a pipeline gathered and reduced once a step."""
-        knobs = Fsdp()
-        width, reduce = DTYPE_BYTES[knobs.param_dtype], DTYPE_BYTES[knobs.reduce_dtype]
-        once = self.pp > 1
-        for unit, part in units:
-            if isinstance(part, Part):
-                self._gather(out, unit, width, 1.0 if once else self.micro)
-                if not once:
-                    self._scatter(out, unit, reduce, self.micro)
-                continue
-            many = int(self._count(part, units))
-            layer = self.layers[part]
-            if once:
-                self._gather(out, layer, width, float(many))
-            else:
-                self._gather(out, layer, width, self.micro * many * (1 + self.x.reshard))
-                self._scatter(out, layer, reduce, self.micro * many)
-        if once:
-            self._scatter(out, whole, reduce)
-
-    def _count(self, pattern: int, units: list[tuple[Numel, Part | int]]) -> int:
-        """Layers of a pattern over all chunks."""
-        return sum(part.layers[pattern] for _, part in units if isinstance(part, Part))
-
-    def _pairs(self, unit: Numel) -> list[tuple[Ints, Group, Ints | None]]:
-        """Elements, group and the degree that shards them: experts apart where their replicas are other ranks."""
+    def _again(self, core: Floats, layers: Floats) -> Floats:
+        """Recompute of one micro-batch by row."""
         import numpy as np
 
-        dense = np.where(self.plain, unit.dense + unit.expert, unit.dense)
-        pairs: list[tuple[Ints, Group, Ints | None]] = [(dense, self.dense, self.sharded)]
-        apart = np.where(self.plain, 0, unit.expert)
-        if apart.any():
-            pairs.append((apart, self.expert, None))
-        return pairs
+        some, whole = joined(core), joined(layers)
+        return np.asarray(self.timing.recomputed * np.array([some * 0.0, some, whole])[self.block.mode, self.case])
 
-    def _gather(self, out: Sums, unit: Numel, width: int, times: Numbers = 1.0) -> None:
-        for n, group, sharded in self._pairs(unit):
-            ranks = group.members if sharded is None else sharded
-            group.all_gather(out, ranks, -(-n // ranks) * width, times)
+    def _parts(self, kind: StageKind, stage: StageSeconds) -> dict[str, Floats]:
+        """Parts of the micro-batches of one kind of stage."""
+        import numpy as np
 
-    def _scatter(self, out: Sums, unit: Numel, width: int, times: Numbers = 1.0) -> None:
-        for n, group, sharded in self._pairs(unit):
-            ranks = group.members if sharded is None else sharded
-            group.reduce_scatter(out, ranks, n * width, times)
-            if sharded is not None and self.zero == 3 and int(self.x.replicas.max()) > 1:
-                group.all_reduce(out, self.x.replicas, -(-n // ranks) * width, times)
+        micro, case = self.block.micro, self.case
+        ahead, back, *_ = self._works(kind, self.block.tables.work, Work._fields.index(self.blocking), 1.0)
+        weighted = ((ahead + back) * np.array(self.timing.rates.weights))[case]
+        of = dict(zip(Work._fields, (micro[:, None] * weighted).T, strict=True))
+        norms, tied = self._once(kind)
+        none = np.zeros(len(micro))
+        found: dict[str, Floats] = {part: sum((of[name] for name in names), none) for part, names in SHOWN.items()}
+        found["tensor parallel"] += norms[case]
+        found["hand-offs"] += tied[case]
+        found["recompute"] = micro * self._again(*self._rated(kind)[2:])
+        found["launch"] = micro * stage.both - sum(found.values(), none)
+        return found
+
+    def _idle(self) -> Floats:
+        """Seconds of the pipeline beyond the micro-batches of the slowest stage: ``pipeline_time`` on arrays."""
+        import numpy as np
+
+        at, micro = self.block.at, self.block.micro
+        both = np.array([s.both for s in self.stages])
+        if at.pp == 1:
+            return np.zeros(len(micro))
+        if split_backward(at):
+            place = np.argmax(both, axis=0)
+            forward = chosen(place, [s.forward for s in self.stages])
+            backward = chosen(place, [s.backward for s in self.stages])
+            found, number = np.unique(micro, return_inverse=True)
+            lines = np.array([idle_lines(at.schedule, at.pp, int(m)) for m in found])[number]
+            return np.asarray((lines[:, :, 0] * forward[:, None] + lines[:, :, 1] * backward[:, None]).max(axis=1))
+        total = np.sum([both[kind] * many for kind, many in self.pipeline.runs], axis=0)
+        if at.schedule == "gpipe":
+            more = np.max([s.forward for s in self.stages], axis=0) + np.max([s.backward for s in self.stages], axis=0)
+            return np.asarray(total + (micro - 1) * more - micro * both.max(axis=0))
+        return np.asarray(self._one_f_one_b(both, total) - micro * both.max(axis=0))
+
+    def _one_f_one_b(self, both: Floats, total: Floats) -> Floats:
+        """The longest path: of equal stages in a row the last one has it."""
+        import numpy as np
+
+        at, micro = self.block.at, self.block.micro
+        front, worst, after = total * 0.0, total * 0.0, at.pp
+        for kind, many in self.pipeline.runs:
+            s = self.stages[kind]
+            front, after = front + (many - 1) * both[kind], after - many
+            wait = waits(s.forward, s.backward, total - front - both[kind], after, micro)
+            worst = np.maximum(worst, micro * both[kind] + (front + wait) / at.virtual)
+            front = front + both[kind]
+        return worst
+
+
+def chosen(place: Ints, of: list[Floats]) -> Floats:
+    """Of every row the value of its place."""
+    import numpy as np
+
+    return np.asarray(np.array(of)[place, np.arange(len(place))])
+
+
+def waits(forward: Floats, backward: Floats, behind: Floats, after: int, micro: Ints) -> Floats:
+    """``pipeline_time.waits`` on arrays."""
+    import numpy as np
+
+    many = np.maximum(0.0, behind - after * forward) + np.maximum(0.0, behind - after * backward)
+    few = np.maximum(0.0, behind - (micro - 1) * np.minimum(forward, backward))
+    return np.asarray(np.where(micro > after, many, few))
+
+
+def joined(work: Floats, more: Floats | float = 0.0) -> Floats:
+    """Device (with ``more``) and host side by side, as in ``training_time.work_seconds``; ``CORNER`` is 4: two squares
+    and two roots.
+
+    Args:
+        work: [N, 2]: seconds of device and host.
+    """
+    import numpy as np
+
+    assert CORNER == 4.0
+    device = np.square(np.square(work[:, 0] + more))
+    return np.asarray(np.sqrt(np.sqrt(device + np.square(np.square(work[:, 1])))))

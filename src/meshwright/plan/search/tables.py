@@ -1,7 +1,8 @@
 """What one layer, one end of the model and one hand-off do on a rank, once for every distinct way of cutting them.
 
 A space of a million layouts cuts layers in a few hundred ways: by tp, cp, ep, etp, sp and micro-batch. Each is counted
-by the functions that fill the row ledger (``layer_ops``, ``backward_ops``, ``tally``); ``step`` combines them.
+by the functions that fill and time the row ledger (``layer_ops``, ``backward_ops``, ``OpCounter``); ``step`` combines
+them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING
 
 from meshwright.plan.backward import backward_ops
 from meshwright.plan.cores import Batch
-from meshwright.plan.cost import Links, Tally, Way, tally
 from meshwright.plan.forward import embedding_ops, has_label
 from meshwright.plan.layer_ops import Context, ffn_ops, mixer_ops
 from meshwright.plan.products import Held, Kind, held
 from meshwright.plan.search.columns import Columns
+from meshwright.plan.timing.collective import Wiring
 from meshwright.plan.training_step import loss_ops
+from meshwright.plan.training_time_work import OpCounter, Work
+from meshwright.plan.training_time_work import Part as Ran
 from meshwright.plan.wire import Op, Ways, parts, ways
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.dtypes import DTYPE_BYTES
@@ -34,9 +37,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.plan.search.columns import Floats, Ints
-
-#: Sums of one tally, in the order of the last axis of a table.
-SUMS = ("bytes_moved", "flops", "wire_bytes", "messages", "compute_s", "wire_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,31 +101,26 @@ def cuts_of(x: Columns, profile: EngineProfile) -> tuple[list[Cut], Ints, Ints]:
     return cuts, number, grid
 
 
-class Wired(Links):
-    """Links of a cut: groups inside a stage, seen from its first rank, when stages and nodes are aligned."""
+class Wired:
+    """Wiring of a cut: groups inside a stage, seen from its first rank, when stages and nodes are aligned."""
 
     def __init__(self, cut: Cut, cluster: Cluster) -> None:
-        self.cluster = cluster
+        self.per_node = cluster.devices_per_node
         self.shape = {
             "tp": (1, cut.tp),
             "cp": (cut.tp, cut.cp),
             "etp": (1, cut.grid_etp),
             "ep": (cut.grid_etp, cut.ep),
         }
-        self._known: dict[str, Way] = {}
 
-    def of(self, group: str) -> Way:
+    def of(self, group: str) -> Wiring:
         """Wiring of a group: members ``stride`` ranks apart.
 
         Raises:
             KeyError: a group whose members depend on more than the cut.
         """
-        if group not in self._known:
-            stride, members = self.shape[group]
-            near = min(members, -(-self.cluster.devices_per_node // stride))
-            link = self.cluster.inter if near < members else self.cluster.intra
-            self._known[group] = Way(link, members, near, near < members)
-        return self._known[group]
+        stride, members = self.shape[group]
+        return Wiring(members, min(members, -(-self.per_node // stride)))
 
 
 @dataclass(slots=True)
@@ -140,22 +135,37 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
-    """Counts of K cuts and P patterns of layers (see ``specs.model.ModelSpec.patterns``).
+class Works:
+    """Work of K cuts and P patterns of layers (see ``specs.model.ModelSpec.patterns``), W wide.
 
     Attributes:
-        layer: [K, P, 3, 6]: forward and backward of one micro-batch by mode of recompute, sums as in ``SUMS``.
-        first, last: [K, 6]: embedding, and final norm, head and loss, forward and backward.
-        hidden_bytes: [K]: of the tensor handed from stage to stage.
-        parameters: [K, P, 2]: elements of a layer, dense and expert.
-        norms: [K, P]: elements of a layer's norms. end_norms: [K]: of those behind the last layer.
-        embedding, vocabulary, tail, tied, other: [K]: see ``_ends``.
-        alike: [K]: all ranks of a stage hold and do the same.
+        layer: [K, P, 3, W]: forward, backward and attention core of one micro-batch.
+        first, last: [K, 2, W]: embedding, and final norm, head and loss, forward and backward.
     """
 
     layer: Floats
     first: Floats
     last: Floats
+
+    def rated(self, weights: Floats) -> Works:
+        """The same times ``weights`` ([W, V])."""
+        return Works(self.layer @ weights, self.first @ weights, self.last @ weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Counts of K cuts and P patterns of layers.
+
+    Attributes:
+        work: by field of ``training_time_work.Work``.
+        hidden_bytes: [K]: of the tensor handed from stage to stage.
+        parameters: [K, P, 2]: elements of a layer, dense and expert.
+        norms: [K, P]: elements of a layer's norms. end_norms: [K]: of those behind the last layer.
+        embedding, vocabulary, tail, tied, other: [K]: see ``_ends``.
+        held: [K]: number of the (tp, ep, etp) on which all counts of elements depend.
+    """
+
+    work: Works
     hidden_bytes: Ints
     parameters: Ints
     norms: Ints
@@ -165,7 +175,7 @@ class Tables:
     tail: Ints
     tied: Ints
     other: Ints
-    alike: NDArray[np.bool_]
+    held: Ints
 
 
 @dataclass(slots=True)
@@ -176,6 +186,7 @@ class Counter:
     profile: EngineProfile
     cluster: Cluster
     work: Train
+    compute: str
     holders: dict[tuple[int, int, int], Holder] = field(default_factory=dict)
     known: dict[object, NDArray[np.float64]] = field(default_factory=dict)
     ways: Ways = field(init=False)
@@ -214,12 +225,12 @@ class Counter:
         """Tables of some cuts."""
         import numpy as np
 
-        patterns, k = len(set(self.spec.patterns)), len(cuts)
-        layer = np.zeros((k, patterns, 3, len(SUMS)))
-        ends = np.zeros((2, k, len(SUMS)))
+        patterns, k, fields = len(set(self.spec.patterns)), len(cuts), len(Work._fields)
+        layer, ends = np.zeros((k, patterns, 3, fields)), np.zeros((2, k, 2, fields))
         whole = np.zeros((8, k), dtype=np.int64)
         parameters = np.zeros((k, patterns, 2), dtype=np.int64)
         norms = np.zeros((k, patterns), dtype=np.int64)
+        numbers: dict[tuple[int, int, int], int] = {}
         for i, cut in enumerate(cuts):
             at = self.holder(cut)
             tokens = parts(cut.micro_batch * self.work.seq, cut.cp)
@@ -227,18 +238,17 @@ class Counter:
                 for key, make in self._blocks(cut, tokens, p, kind):
                     if key not in self.known:
                         c = self.context(cut)
-                        self.known[key] = np.array(self._layer(c, make(c), Wired(cut, self.cluster)))
+                        self.known[key] = np.array(self._layer(c, make(c), self._counter(cut)))
                     layer[i, p] += self.known[key]
                 parameters[i, p], norms[i, p] = kind.parameters, sum(kind.norms)
             ends[:, i] = self._ends(cut, tokens, at)
             held_tokens = parts(tokens, cut.tp) if cut.sp and cut.tp > 1 else tokens
             handed = held_tokens * self.spec.hidden * DTYPE_BYTES[self.work.param_dtype]
-            whole[:, i] = (handed, *at.ends, at.alike)
-        hidden, end_norms, embedding, vocabulary, tail, tied, other, alike = whole
+            number = numbers.setdefault((cut.tp, cut.ep, cut.grid_etp), len(numbers))
+            whole[:, i] = (handed, *at.ends, number)
+        hidden, end_norms, embedding, vocabulary, tail, tied, other, held = whole
         return Tables(
-            layer=layer,
-            first=ends[0],
-            last=ends[1],
+            work=Works(layer, *ends),
             hidden_bytes=hidden,
             parameters=parameters,
             norms=norms,
@@ -248,8 +258,13 @@ class Counter:
             tail=tail,
             tied=tied,
             other=other,
-            alike=alike > 0,
+            held=held,
         )
+
+    def _counter(self, cut: Cut) -> OpCounter:
+        moe = self.spec.moe
+        wired = Wired(cut, self.cluster)
+        return OpCounter(wired, self.cluster, self.work, self.compute, topk=moe.topk if moe is not None else 1)
 
     def _blocks(
         self, cut: Cut, tokens: int, p: int, kind: Kind
@@ -270,25 +285,20 @@ class Counter:
 
         key = ("ends", cut.tp, cut.sp, tokens)
         if key not in self.known:
-            c, links, rows = self.context(cut), Wired(cut, self.cluster), []
+            c, counter, rows = self.context(cut), self._counter(cut), []
             for ops in (embedding_ops(c, at.held.ends), loss_ops(at.placement, c, at.held.ends)):
                 back = backward_ops(c, ops, self.work.attention, self.work.grad_dtype)
-                rows.append(_sums(tally([*ops, *back], self.cluster.device, links)))
+                both = (("forward", ops), ("backward", back))
+                rows.append([counter.count(Ran(phase, False, some, 1))[0] for phase, some in both])
             self.known[key] = np.array(rows)
         return self.known[key]
 
-    def _layer(self, c: Context, forward: list[Op], links: Links) -> list[tuple[float, ...]]:
-        """Sums of one part of a layer by mode of recompute."""
-        device = self.cluster.device
+    def _layer(self, c: Context, forward: list[Op], counter: OpCounter) -> list[Work]:
+        """Forward, backward and attention core of one part of a layer."""
         back = backward_ops(c, forward, self.work.attention, self.work.grad_dtype)
-        ahead = tally(forward, device, links)
-        plain = ahead.plus(tally(back, device, links))
-        core = tally((op for op in forward if op.op == "attention"), device, links)
-        return [_sums(plain), _sums(plain.plus(core)), _sums(plain.plus(ahead))]
-
-
-def _sums(t: Tally) -> tuple[float, ...]:
-    return (t.bytes_moved, t.flops, t.wire_bytes, t.messages, t.compute_s, t.wire_s)
+        core = [op for op in forward if op.op == "attention"]
+        lists = (("forward", forward), ("backward", back), ("backward", core))
+        return [counter.count(Ran(phase, True, ops, 1))[0] for phase, ops in lists]
 
 
 def _numel(shard: Shard) -> int:
