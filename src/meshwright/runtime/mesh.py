@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,11 +102,41 @@ def build_mesh(
             f"layout {placement.layout} needs {world} ranks, {started} were started; start {world}"
         )
     coordinate = placement.coordinate(rank)
-    groups: dict[str, Group] = {axis: _axis_group(placement, axis, rank, own_groups) for axis in (*AXES, "ep")}
+    made = {axis: _axis_group(placement, axis, rank, own_groups) for axis in (*AXES, "ep")}
+    groups = {axis: group for axis, group in made.items() if group is not None}
     store = distributed_c10d._get_default_store() if world > 1 else None
     if store is not None and torch.device(device).type == "cpu" and not own_groups:
         groups |= {axis: _with_channel(groups[axis], store) for axis in SHARED if groups[axis].pg is not None}
     return Mesh(placement, rank, coordinate, torch.device(device), groups, store)
+
+
+def build_pools(placements: Sequence[Placement], rank: int, device: str | torch.device = "cpu") -> tuple[int, Mesh]:
+    """Meshes of several layouts whose ranks follow each other in one world; the rank's own, and the number of its pool.
+
+    Collective over the world, as ``build_mesh``. ``Mesh.rank`` counts within the pool, ``Group.ranks`` in the world.
+
+    Raises:
+        IllegalLayoutError: the layouts need another number of ranks than were started.
+    """
+    needed = sum(placement.layout.world for placement in placements)
+    started = dist.get_world_size() if dist.is_initialized() else 1
+    if started != needed:
+        layouts = " and ".join(str(placement.layout) for placement in placements)
+        raise IllegalLayoutError(f"layouts {layouts} need {needed} ranks, {started} were started; start {needed}")
+    store = distributed_c10d._get_default_store() if needed > 1 else None
+    first, found = 0, None
+    for number, placement in enumerate(placements):
+        world = placement.layout.world
+        own = rank - first if first <= rank < first + world else None
+        groups = {axis: _axis_group(placement, axis, own, False, first) for axis in (*AXES, "ep")}
+        if own is not None:
+            mine = {axis: group for axis, group in groups.items() if group is not None}
+            if store is not None and torch.device(device).type == "cpu":
+                mine |= {axis: _with_channel(mine[axis], store) for axis in SHARED if mine[axis].pg is not None}
+            found = number, Mesh(placement, own, placement.coordinate(own), torch.device(device), mine, store)
+        first += world
+    assert found is not None
+    return found
 
 
 def _with_channel(group: Group, store: distributed_c10d.Store) -> Group:
@@ -116,19 +146,22 @@ def _with_channel(group: Group, store: distributed_c10d.Store) -> Group:
     return replace(group, channel=open_channel(store, key, group.index, group.size, group.axis, WAIT_S))
 
 
-def _axis_group(placement: Placement, axis: str, rank: int, own: bool) -> Group:
-    """Make all groups of an axis (``own``: one) and return the one that holds ``rank``."""
+def _axis_group(placement: Placement, axis: str, rank: int | None, own: bool, base: int = 0) -> Group | None:
+    """Make all groups of an axis (``own``: one) and return the one that holds ``rank``; None where none does.
+
+    ``base``: number in the world of the placement's first rank.
+    """
     if not _travels(placement, axis):
-        return Group(axis, (rank,), 0, None)
+        return None if rank is None else Group(axis, (base + rank,), 0, None)
     mine: Group | None = None
-    for first in (rank,) if own else range(placement.layout.world):
-        ranks = placement.group(axis, placement.coordinate(first))
-        if ranks[0] != first and not own:
+    for first in (rank,) if own and rank is not None else range(placement.layout.world):
+        members = placement.group(axis, placement.coordinate(first))
+        if members[0] != first and not own:
             continue
+        ranks = tuple(base + member for member in members)
         pg = dist.new_group(list(ranks), group_desc=axis)
-        if rank in ranks:
-            mine = Group(axis, ranks, ranks.index(rank), pg)
-    assert mine is not None
+        if rank in members:
+            mine = Group(axis, ranks, members.index(rank), pg)
     return mine
 
 

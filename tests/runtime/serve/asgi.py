@@ -13,7 +13,7 @@ from meshwright import engines
 from meshwright.runtime.folder import read_folder
 from meshwright.runtime.serve.api.app import Service, create
 from meshwright.runtime.serve.api.text import Words
-from meshwright.runtime.serve.engine import Engine, EngineConfig, Token
+from meshwright.runtime.serve.engine import Engine, EngineConfig
 from meshwright.runtime.serve.scheduler import Limits
 from meshwright.specs.layout import parse_layout
 from meshwright.specs.placement import place
@@ -41,23 +41,19 @@ class Instant(Engine):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._ready = True
-        self._pumping = False
+        self.ranks.ready = True
+        self.pumping = False
 
     def _pump(self) -> None:
-        if self._pumping:
+        if self.pumping:
             return
-        self._pumping = True
-        for replica in self.replicas:
-            while (made := replica.scheduler.next_pass()) is not None:
-                tokens = [70 + len(line.new) % 20 for line in made.wanted]
-                for line, token in replica.scheduler.done(made.number, tokens):
-                    ticket = replica.tickets.get(line.number)
-                    if ticket is not None and token is not None:
-                        ticket.put(Token(token, -0.5, ((token, -0.5),), line.ended))
-                    if line.ended:
-                        replica.tickets.pop(line.number, None)
-        self._pumping = False
+        self.pumping = True
+        for scheduler in self.schedulers:
+            while (made := scheduler.next_pass()) is not None:
+                chosen = [(70 + len(line.new) % 20, -0.5, ((70 + len(line.new) % 20, -0.5),)) for line in made.wanted]
+                for line, token in self._done(self.pool, 0, {"n": made.number, "chosen": chosen}):
+                    self._say(line, token)
+        self.pumping = False
 
 
 def instant(folder: Path, key: str | None = None, queue: int = 64) -> tuple[FastAPI, Service]:

@@ -53,7 +53,7 @@ def test_a_completion_of_token_ids(folder: Path) -> None:
     assert got["choices"][0]["finish_reason"] == "length"
     assert got["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 4
     assert got["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
-    assert service.engine.replicas[0].scheduler.pool.owned == 0
+    assert service.engine.schedulers[0].pool.owned == 0
 
 
 def test_a_chat_by_the_models_template(folder: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_stop_string_ends_the_text_and_is_not_part_of_it(folder: Path) -> None
     plain = asked(app, COMPLETION, prompt=[1], max_tokens=9).json["choices"][0]["text"]
     got = asked(app, COMPLETION, prompt=[1], max_tokens=9, stop=[plain[3:5], "never"]).json["choices"][0]
     assert (got["text"], got["finish_reason"]) == (plain[:3], "stop")
-    assert service.engine.replicas[0].scheduler.pool.owned == 0
+    assert service.engine.schedulers[0].pool.owned == 0
 
 
 def test_a_client_that_leaves_a_stream_gives_its_blocks_back(folder: Path) -> None:
@@ -117,14 +117,14 @@ def test_a_client_that_leaves_a_stream_gives_its_blocks_back(folder: Path) -> No
     async def leave() -> tuple[int, int]:
         body = json.dumps({"prompt": [1, 2, 3, 4, 5], "max_tokens": 5, "stream": True}).encode()
         task = asyncio.create_task(call(app, COMPLETION, body))
-        while not engine.replicas[0].scheduler.waiting:
+        while not engine.schedulers[0].waiting:
             await asyncio.sleep(0.001)
-        engine.replicas[0].scheduler.next_pass()
-        held = engine.replicas[0].scheduler.pool.owned
+        engine.schedulers[0].next_pass()
+        held = engine.schedulers[0].pool.owned
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        list(engine.replicas[0].scheduler.done(0, [3]))
-        return held, engine.replicas[0].scheduler.pool.owned
+        list(engine.schedulers[0].done(0, [3]))
+        return held, engine.schedulers[0].pool.owned
 
     assert asyncio.run(leave()) == (2, 0)
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_served_is_refused_in_a_line(folder: Path, body: dict[str
     got = asked(app, COMPLETION, **body)
     assert got.status == status
     assert says in got.json["error"]["message"]
-    assert service.engine.replicas[0].scheduler.pool.owned == 0
+    assert service.engine.schedulers[0].pool.owned == 0
 
 
 def test_bounds_of_the_body_the_queue_and_the_key(folder: Path) -> None:
@@ -166,12 +166,12 @@ def test_bounds_of_the_body_the_queue_and_the_key(folder: Path) -> None:
             await call(app, "/v1/models", method="GET"),
             await call(app, "/health", method="GET"),
         ]
-        service.engine._pumping = True  # type: ignore[attr-defined]
+        service.engine.pumping = True  # type: ignore[attr-defined]
         got.append(await call(app, COMPLETION, json.dumps({"prompt": [[1]] * 4}).encode(), **key))
         return [answer.status for answer in got]
 
     assert asyncio.run(all_of_it()) == [413, 401, 401, 200, 401, 200, 429]
-    assert not service.engine.replicas[0].scheduler.waiting, "all of a request or nothing of it"
+    assert not service.engine.schedulers[0].waiting, "all of a request or nothing of it"
 
 
 def test_metrics_count(folder: Path) -> None:
@@ -274,7 +274,7 @@ def hammer(folder: Path, times: int, seed: int) -> dict[int, int]:
         await service.words.close()
 
     asyncio.run(all_of_them())
-    assert service.engine.replicas[0].scheduler.pool.owned == 0
+    assert service.engine.schedulers[0].pool.owned == 0
     return seen
 
 

@@ -79,10 +79,10 @@ def test_together_every_request_says_what_it_says_alone(
 
     first, again = run(served, twice)
     assert first == again == tiny.oracle(folder, PROMPTS, NEW)[0]
-    counts = [r.scheduler.counts for r in served.replicas]
+    counts = [s.counts for s in served.schedulers]
     assert sum(c.prefix_tokens for c in counts) >= 8, "the second round found the blocks of the first"
     assert (sum(c.preemptions for c in counts) > 0) == (blocks == 12)
-    assert all(r.scheduler.pool.owned == 0 for r in served.replicas)
+    assert all(s.pool.owned == 0 for s in served.schedulers)
 
 
 def test_replicas_that_meet_at_experts_walk_in_step(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_replicas_that_meet_at_experts_walk_in_step(tmp_path: Path) -> None:
         got = [await said(one)]
         return [*got, *await all_said(served, PROMPTS[1:4])]
 
-    assert served.in_step
+    assert served.pool.in_step
     assert run(served, uneven) == tiny.oracle(folder, PROMPTS[:4], NEW)[0]
 
 
@@ -107,12 +107,12 @@ def test_a_killed_rank_costs_time_and_no_token(checkpoint: Callable[[str], Path]
         waiting = [asyncio.create_task(said(t)) for t in tickets]
         while len(tickets[0].line.new) < 5:
             await asyncio.sleep(0.002)
-        os.kill(served.pids[1], signal.SIGKILL)
+        os.kill(served.ranks.pids[1], signal.SIGKILL)
         return list(await asyncio.gather(*waiting))
 
     assert run(served, interrupted) == tiny.oracle(folder, PROMPTS[:3], 40)[0]
-    assert served.restarts == 1
-    assert "rank 1" in served.trouble
+    assert served.ranks.restarts == 1
+    assert "rank 1" in served.ranks.trouble
 
 
 def test_without_a_restart_left_requests_end_with_the_cause(checkpoint: Callable[[str], Path]) -> None:
@@ -120,7 +120,7 @@ def test_without_a_restart_left_requests_end_with_the_cause(checkpoint: Callable
 
     async def killed(served: Engine) -> str:
         ticket = served.submit(PROMPTS[0], 40, eos=())
-        os.kill(served.pids[0], signal.SIGKILL)
+        os.kill(served.ranks.pids[0], signal.SIGKILL)
         with pytest.raises(MeshwrightError, match="rank 0 of 1 was ended by signal 9"):
             await said(ticket)
         with pytest.raises(MeshwrightError, match="signal 9"):
@@ -140,7 +140,7 @@ def test_a_client_that_leaves_frees_its_blocks_and_disturbs_nobody(checkpoint: C
             served.drop(leaving)
             break
         got = await said(staying)
-        while served.replicas[0].scheduler.pool.owned:
+        while served.schedulers[0].pool.owned:
             await asyncio.sleep(0.01)
         return got
 

@@ -12,7 +12,7 @@ on all ranks. Which weight is cut where is read from the placement's intervals; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -105,11 +105,15 @@ class Decoder:
         kinds = zip(self.frequencies, self.settings.ropes, strict=True)
         return tuple(turns(inv, batch.positions_T, rope.attention_factor, self.dtype) for inv, rope in kinds)
 
-    def stage(self, x_TD: Tensor, batch: Batch, cache: PagedCache) -> Tensor:
-        """All layers of this rank's stage."""
+    def stage(
+        self, x_TD: Tensor, batch: Batch, cache: PagedCache, after: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """All layers of this rank's stage; ``after`` is told each one that is done."""
         step = Step(batch, cache, self.rotary(batch), self.context)
         for i in self.layers:
             x_TD = self.blocks[i](x_TD, step)
+            if after is not None:
+                after(i)
         return x_TD
 
     def idle(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.runtime.folder import Model
+from meshwright.runtime.serve.ranks import Control
 from meshwright.specs.placement import Placement
 
 
@@ -15,7 +17,9 @@ class ServeJob:
     Attributes:
         model, placement, dtype, device: as of a generation.
         blocks, block_size: of the cache. depth: passes under way.
-        host, port, secret: of the scheduler's control link. epoch: which start of the ranks this is.
+        control: where the engine is found.
+        decode: placement of the ranks that decode only; they follow those of ``placement`` in the world.
+        record: record what is sent.
     """
 
     model: Model
@@ -25,14 +29,13 @@ class ServeJob:
     blocks: int
     block_size: int
     depth: int
-    host: str
-    port: int
-    secret: str
-    epoch: int = 0
+    control: Control
+    decode: Placement | None = None
+    record: bool = False
 
 
-def serve_rank(rank: int, job: ServeJob) -> int:
-    """Body of a rank; how many passes it did."""
+def serve_rank(rank: int, job: ServeJob) -> Any:
+    """Body of a rank; what it recorded, or None."""
     from meshwright.runtime.serve.worker import work
 
     return work(rank, job)

@@ -13,6 +13,7 @@ import json
 import secrets
 import socket
 import struct
+import threading
 from typing import Any
 
 from meshwright.errors import MeshwrightError
@@ -82,11 +83,13 @@ class Link:
         if not known:
             raise LinkError(f"who listens at {host}:{port} does not know the secret of this run")
         self._socket.settimeout(None)
+        self._turn = threading.Lock()
         self.send(hello)
 
     def send(self, message: Any) -> None:
-        """Send a frame."""
-        self._socket.sendall(pack(message))
+        """Send a frame, from any thread."""
+        with self._turn:
+            self._socket.sendall(pack(message))
 
     def receive(self) -> Any:
         """The next frame; None when the scheduler has left."""

@@ -50,6 +50,7 @@ class Line:
         number: of the sequence. prompt: token ids. new: those generated.
         sampling: how tokens are chosen. most: at most so many new ones. eos: ids that end it. logprobs: how many
             likeliest tokens are told with each, None: not even its own. bias: added to logits, by token.
+        said: tokens of the prompt that were generated before.
         table: its blocks. cached: tokens whose keys and values they hold. names: digests of its full blocks.
         busy: it is in a pass under way. gone: its client left meanwhile. ended: why, once it has.
     """
@@ -61,6 +62,7 @@ class Line:
     eos: frozenset[int] = frozenset()
     logprobs: int | None = None
     bias: tuple[tuple[int, float], ...] = ()
+    said: int = 0
     new: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
     cached: int = 0
@@ -154,6 +156,11 @@ class Scheduler:
             QueueFull: too many wait already.
             InputError: it can never fit.
         """
+        self.check(line, len(self.waiting))
+        self.waiting.append(line)
+
+    def check(self, line: Line, waiting: int) -> None:
+        """Refuse a sequence as ``add`` does, where ``waiting`` sequences wait already."""
         if not line.prompt or line.most < 1:
             raise InputError("an empty prompt, or no new token asked for; at least one of each is needed")
         if len(line.prompt) + line.most > self.capacity:
@@ -161,9 +168,8 @@ class Scheduler:
                 f"{len(line.prompt)} prompt tokens and {line.most} new ones exceed the {self.capacity} tokens that a "
                 "sequence may have here; ask for fewer"
             )
-        if len(self.waiting) >= self.limits.queue:
-            raise QueueFull(f"{len(self.waiting)} requests wait already; try again later")
-        self.waiting.append(line)
+        if waiting >= self.limits.queue:
+            raise QueueFull(f"{waiting} requests wait already; try again later")
 
     def drop(self, line: Line) -> None:
         """The client left: blocks are given back now, or when the pass that reads them is over."""

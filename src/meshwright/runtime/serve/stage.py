@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,8 +24,11 @@ class StageRunner:
         self.in_flight = in_flight
         self.sending: deque[tuple[dist.Work | None, Tensor]] = deque()
 
-    def run(self, batch: Batch) -> Tensor | None:
-        """One pass; logits of the sampled rows on the last stage's tp place 0, if there are any."""
+    def run(self, batch: Batch, after: Callable[[int], None] | None = None) -> Tensor | None:
+        """One pass; logits of the sampled rows on the last stage's tp place 0, if there are any.
+
+        ``after`` is told each layer that is done.
+        """
         d, stage = self.decoder, self.group.index
         d.edges.begin(batch.tokens)
         if d.first:
@@ -33,7 +37,7 @@ class StageRunner:
             shape = (d.edges.held(batch.tokens), self.mesh.placement.spec.hidden)
             with scope(name="hidden states"):
                 x_TD = recv(shape, d.dtype, self.mesh.device, self.group, stage - 1)
-        x_TD = d.stage(x_TD, batch, self.cache)
+        x_TD = d.stage(x_TD, batch, self.cache, after)
         if not d.last:
             self.drain(self.in_flight - 1)
             with scope(name="hidden states"):

@@ -117,18 +117,18 @@ class Watch:
 
 def metrics(engine: Engine, times: Times) -> str:
     """State of the engine in the text form of Prometheus."""
-    schedulers = [replica.scheduler for replica in engine.replicas]
+    schedulers = engine.schedulers
     counts = [s.counts for s in schedulers]
     owned, blocks = sum(s.pool.owned for s in schedulers), sum(s.pool.blocks for s in schedulers)
     rows = [
         ("num_requests_running", "gauge", sum(len(s.running) for s in schedulers)),
-        ("num_requests_waiting", "gauge", sum(len(s.waiting) for s in schedulers)),
+        ("num_requests_waiting", "gauge", engine.waiting),
         ("kv_cache_usage_perc", "gauge", round(owned / blocks, 6)),
         ("prompt_tokens_total", "counter", sum(c.prompt_tokens for c in counts)),
         ("generation_tokens_total", "counter", sum(c.new_tokens for c in counts)),
         ("prefix_cache_hits_total", "counter", sum(c.prefix_tokens for c in counts)),
         ("num_preemptions_total", "counter", sum(c.preemptions for c in counts)),
-        ("engine_restarts_total", "counter", engine.restarts),
+        ("engine_restarts_total", "counter", engine.ranks.restarts),
     ]
     lines = [
         line

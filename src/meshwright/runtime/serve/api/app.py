@@ -79,7 +79,7 @@ class Service:
         """Tickets for every choice of every prompt; all or none."""
         made: list[Choice] = []
         seed = secrets.randbits(SEED_BITS) if asked.seed is None else asked.seed
-        room = self.engine.replicas[0].scheduler.capacity
+        room = self.engine.capacity
         eos = [*asked.stop_token_ids, *(() if asked.ignore_eos else self.engine.config.model.settings.eos)]
         vocab = self.engine.config.placement.spec.vocab
         if any(token >= vocab for token, _ in asked.bias):
@@ -227,8 +227,8 @@ def create(service: Service) -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         if service.engine.healthy:
-            return JSONResponse({"status": "ok", "restarts": service.engine.restarts})
-        return _error(503, service.engine.trouble or "the ranks are loading")
+            return JSONResponse({"status": "ok", "restarts": service.engine.ranks.restarts})
+        return _error(503, service.engine.ranks.trouble or "the ranks are loading")
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -237,7 +237,7 @@ def create(service: Service) -> FastAPI:
     @app.get("/v1/models")
     async def models(request: Request) -> Any:
         service.admit(request)
-        room = service.engine.replicas[0].scheduler.capacity
+        room = service.engine.capacity
         row = {"id": service.name, "object": "model", "created": service.began, "owned_by": "meshwright"}
         return {"object": "list", "data": [row | {"max_model_len": room}]}
 
