@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.runtime.train import folders
 from meshwright.runtime.train.pieces import LocalPiece, TensorPiece, tensor_pieces, whole_piece
-from meshwright.runtime.train.planner import LoadBoxes, SaveBoxes
+from meshwright.runtime.train.planner import COPIES, LoadBoxes, SaveBoxes
 from meshwright.runtime.train.storage import Reader, Writer
 from meshwright.specs.placement import Coordinate, Placement
 
@@ -97,7 +97,7 @@ class Checkpoints:
         named = {f"{number:06d} {piece.key}": piece for number, piece in enumerate(boxes)}
         _quiet()
         done = async_save(
-            {name: piece.tensor for name, piece in named.items() if piece.write},
+            {COPIES: {name: piece.tensor for name, piece in named.items() if piece.write}},
             storage_writer=Writer(folder),
             planner=SaveBoxes(named),
             process_group=self._group,
@@ -168,8 +168,10 @@ def fill(folder: Path, boxes: list[TensorPiece]) -> None:
         InputError: as ``load``.
     """
     _quiet()
+    reader = Reader(folder)
+    reader.read_metadata()  # here, where DCP does not wrap what is wrong with it
     with _said(str(folder)):
-        dcp_load({}, storage_reader=Reader(folder), planner=LoadBoxes(boxes, str(folder)), no_dist=True)
+        dcp_load({}, storage_reader=reader, planner=LoadBoxes(boxes, str(folder)), no_dist=True)
 
 
 def stored(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -33,11 +33,15 @@ from meshwright.moves.reshard import Box, disjoint
 from meshwright.runtime.train.pieces import TensorPiece
 
 
+#: Key of the state dict under which the copies lie: as one entry, because DCP logs every entry at length.
+COPIES = "boxes"
+
+
 class SaveBoxes(SavePlanner):
     """Plans a save of boxes: of several ranks that hold one, the one with the least to write so far writes it.
 
     Args:
-        pieces: of this rank, by an id under which the state dict holds the copy that is written.
+        pieces: of this rank, by an id under which ``state_dict[COPIES]`` holds the copy that is written.
     """
 
     def __init__(self, pieces: Mapping[str, TensorPiece]) -> None:
@@ -49,7 +53,7 @@ class SaveBoxes(SavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take in the copies."""
-        self.values = state_dict
+        self.values = state_dict[COPIES]
 
     def create_local_plan(self) -> SavePlan:
         """Every box that this rank may write."""

@@ -253,7 +253,8 @@ def _row(path: Path, key: str, row: Any) -> tuple[torch.dtype, tuple[int, ...], 
         raise InputError(f"{path}: {key[:80]!r} lies in {chunks[0][1].file!r:.60}; a .bin file beside it is needed")
     held = sum(box.numel for box in boxes)
     if not right or held != whole.numel:
-        raise InputError(f"{path}: chunks of {key[:80]!r} hold {held} of {whole.numel} values; the index is damaged")
+        how = f"hold {held} of its {whole.numel} values" if right else "lie outside it or over each other"
+        raise InputError(f"{path}: chunks of {key[:80]!r} {how}; the index is damaged")
     return dtype, shape, chunks
 
 
