@@ -70,10 +70,13 @@ def plan_serve(
     engine: str = "vllm",
     settings: ServeSettings | None = None,
     calibration: str | Path | None = None,
+    split: bool = False,
 ) -> Plan:
     """Judge ``layout`` for serving, or choose one; the commands of the engine are attached.
 
     ``calibration``: file written by ``check --save``, whose terms replace the modelled ones of the same degrees.
+    ``split``: separate prefill and decode pools are searched too (with a latency target they always are); see
+    ``plan_split``.
 
     Raises:
         InputError: an unknown model, device, link, engine or layout key.
@@ -87,7 +90,7 @@ def plan_serve(
         raise InputError(f"{profile.name} trains and does not serve; take vllm, sglang, trtllm or meshwright")
     workload = workload or Serve()
     found = read_calibration(Path(calibration)) if calibration is not None else None
-    plan = decide(spec, cluster, workload, profile, settings or ServeSettings(), _layout(layout), found)
+    plan = decide(spec, cluster, workload, profile, settings or ServeSettings(), _layout(layout), found, split=split)
     notes = (*spec.assumptions, *cluster.notes, *(plan.chosen.memory.notes if plan.chosen else ()))
     named = replace(plan, notes=notes, asked=model if isinstance(model, str) else spec.name)
     return replace(named, commands=usual_commands(named) if named.legal and _starts(named) else ())
@@ -115,10 +118,12 @@ def plan_pools(
     decode: str | Layout,
     engine: str = "vllm",
     settings: ServeSettings | None = None,
+    workers: tuple[int, int] = (1, 1),
 ) -> tuple[Plan, Plan]:
-    """Judge a prefill pool and a decode pool beside it; each gets the whole nodes that its ranks need.
+    """Judge a prefill pool and a decode pool beside it; each worker gets the whole nodes that its ranks need.
 
-    The prefill side holds one request at a time, the decode side all requests in flight.
+    The prefill side holds one request at a time, the decode side all requests in flight, shared out over its workers.
+    ``workers``: equal ones of each side.
 
     Raises:
         InputError: the two need more devices than there are, or an unknown name.
@@ -135,7 +140,8 @@ def plan_pools(
             f"prefill on {layouts[0].world} and decode on {layouts[1].world} devices need {sum(nodes)} nodes of "
             f"{node}, the cluster has {cluster.nodes}"
         )
-    untimed = replace(workload, ttft_s=None, tpot_s=None)
+    inside = workload.concurrency and -(-workload.concurrency // workers[1])
+    untimed = replace(workload, ttft_s=None, tpot_s=None, concurrency=inside)
     works = (replace(untimed, concurrency=None, rate=None), untimed)
     name = model if isinstance(model, str) else spec.name
     plans = []
@@ -143,10 +149,45 @@ def plan_pools(
         part = replace(cluster, nodes=min(count, cluster.nodes))
         plan = plan_serve(spec, part, work, layout=layout, engine=engine, settings=settings)
         plans.append(replace(plan, asked=name))
-    return _timed_pools(plans[0], replace(plans[1], workload=workload))
+    return _timed_pools(plans[0], replace(plans[1], workload=workload), workers)
 
 
-def _timed_pools(first: Plan, second: Plan) -> tuple[Plan, Plan]:
+def plan_split(
+    model: str | ModelSpec,
+    on: str | Cluster,
+    workload: Serve | None = None,
+    *,
+    engine: str = "vllm",
+    settings: ServeSettings | None = None,
+) -> tuple[Plan, Plan | None]:
+    """The best separate prefill and decode pools of a cluster: the plan of the decode side, which says all of the
+    pair, and that of the prefill side; where no split works, the best plan of one pool and None.
+
+    Raises:
+        InputError: an unknown model, device, link or engine.
+    """
+    whole = plan_serve(model, on, workload, engine=engine, settings=settings, split=True)
+    found = whole.served.split if whole.served is not None else None
+    if found is None or not isinstance(whole.workload, Serve):
+        verdict = "no split works: no pair of prefill and decode pools keeps the targets here; of one pool: "
+        return replace(whole, verdict=verdict + whole.verdict, fast_enough=False), None
+    best, work = found.best, replace(whole.workload, concurrency=found.best.users, rate=None)
+    first, second = plan_pools(
+        model, whole.cluster, work, prefill=best.prefill.layout, decode=best.decode.layout, engine=engine,
+        settings=settings, workers=(best.prefill_workers, best.decode_workers),
+    )  # fmt: skip
+    from meshwright.plan.comparisons import split_reason
+    from meshwright.plan.verdict import split_verdict
+
+    reasons = split_reason(whole.served.ranked[0], found, taken=True) if whole.served is not None else ()
+    verdict = split_verdict(whole.spec, whole.cluster, whole.workload, found)
+    joint = replace(second, served=whole.served, reasons=reasons, alternatives=whole.alternatives)
+    counts = f"{best.prefill_workers} prefill and {best.decode_workers} decode workers"
+    notes = (*joint.notes, f"the commands start one worker of each side; {counts} make up the plan")
+    return replace(joint, verdict=verdict if joint.ok else joint.verdict, notes=notes), first
+
+
+def _timed_pools(first: Plan, second: Plan, workers: tuple[int, int]) -> tuple[Plan, Plan]:
     """The pair with one prediction, that of both pools together, at the decode side; its targets are judged by it."""
     from meshwright.plan.plan import Prediction
     from meshwright.plan.serving_time_pools import Pool, pool_time
@@ -159,7 +200,8 @@ def _timed_pools(first: Plan, second: Plan) -> tuple[Plan, Plan]:
         or not isinstance(second.workload, Serve)
     ):
         return first, second
-    sides = [Pool(p.chosen.placement, p.cluster, 1) for p in (first, second) if p.chosen is not None]
+    pairs = zip((first, second), workers, strict=True)
+    sides = [Pool(p.chosen.placement, p.cluster, count) for p, count in pairs if p.chosen is not None]
     work, settings = second.workload, second.settings
     later = Prediction(lambda: pool_time(sides[0], sides[1], work, settings))
     alone = replace(first, chosen=replace(first.chosen, cost=replace(first.chosen.cost, later=None)))

@@ -32,11 +32,12 @@ def answer(plan: Plan, code: str) -> Reason:
     return found[0]
 
 
-def costs(plan: Plan, text: str) -> tuple[float, float]:
-    """Step and throughput of the alternative that an answer names, counted anew as a given layout."""
+def times(plan: Plan, text: str) -> tuple[float, float]:
+    """Time of a token and throughput of the alternative that an answer names, predicted anew as a given layout."""
     other = plan_serve(DENSE, str(plan.cluster), WORK, layout=text).chosen
     assert other is not None
-    return other.cost.step_s, other.cost.tokens_per_s
+    assert other.cost.predicted is not None
+    return other.cost.tpot_s, other.cost.predicted.tokens_per_s.value
 
 
 @pytest.mark.parametrize(
@@ -51,11 +52,11 @@ def test_one_tp_8_beside_what_else_the_devices_could_do(code: str, other: str, w
     plan = plan_serve(DENSE, "1x8xH100-SXM", WORK, layout="tp=8")
     said = answer(plan, code)
     assert said.text.startswith(words)
-    step_s, tokens_per_s = costs(plan, other)
-    assert said.numbers["other_step_s"] == pytest.approx(step_s)
+    tpot_s, tokens_per_s = times(plan, other)
+    assert said.numbers["other_tpot_s"] == pytest.approx(tpot_s)
     assert said.numbers["other_tokens_per_s"] == pytest.approx(tokens_per_s)
-    assert said.numbers["step_s"] == plan.chosen.cost.step_s  # type: ignore[union-attr]
-    assert f"{step_s * 1e3:,.2f} ms" in said.text
+    assert said.numbers["tpot_s"] == pytest.approx(plan.chosen.cost.tpot_s)  # type: ignore[union-attr]
+    assert f"{tpot_s * 1e3:,.2f} ms" in said.text
 
 
 def test_tensor_parallelism_across_nodes_spends_its_time_on_links() -> None:

@@ -94,9 +94,13 @@ def _emit(result: Plan, out: _Output, prefill: Plan | None = None) -> None:
     else:
         from meshwright.report import terminal
 
-        if prefill is not None:
+        if prefill is not None and result.served is not None:
+            terminal.show_split(result, prefill)
+        elif prefill is not None:
             terminal.show_plan(prefill, title="prefill")
-        terminal.show_plan(result, title="decode" if prefill is not None else "")
+            terminal.show_plan(result, title="decode")
+        else:
+            terminal.show_plan(result)
         if rows is not None:
             terminal.show_strategies(rows)
         if out.ledger and ledger is not None:
@@ -191,6 +195,7 @@ def serve(
     layout: str | None = _LAYOUT,
     prefill: str | None = typer.Option(None, "--prefill", help="Layout of a prefill pool; goes with --decode."),
     decode: str | None = typer.Option(None, "--decode", help="Layout of a decode pool; goes with --prefill."),
+    split: bool = typer.Option(False, "--split", help="Choose prefill and decode pools: layouts, workers, ratio."),
     engine: str = typer.Option("vllm", "--engine", help="vllm (newest), vllm-0.32, vllm-0.26, sglang, meshwright."),
     deployment: str | None = typer.Option(None, "--deployment", help="How it is started: mp, ray, lws, slurm, ..."),
     option: list[str] | None = _OPTIONS,
@@ -259,6 +264,14 @@ def serve(
     out = _Output(
         as_json, html, ledger, phase, strategies, save_ledger, emit, deployment, tuple(option or ()), perfetto
     )
+    if split:
+        from meshwright.api import plan_split
+
+        if prefill is not None or decode is not None or layout is not None or calibration is not None:
+            raise InputError("--split chooses both layouts: leave out --layout, --prefill, --decode, --calibration")
+        both, first = plan_split(model, on, workload, engine=engine, settings=settings)
+        _emit(both, out, first)
+        return
     if prefill is None and decode is None:
         known = {"layout": layout, "engine": engine, "settings": settings, "calibration": calibration}
         _emit(plan_serve(model, on, workload, **known), out)  # type: ignore[arg-type]

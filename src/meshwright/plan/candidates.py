@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from meshwright.plan.plan import Rejected
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
-from meshwright.specs.model import ModelSpec
+from meshwright.specs.model import Attention, ModelSpec
 from meshwright.specs.profile import EngineProfile
 from meshwright.specs.units import gib
 from meshwright.specs.workload import Serve, Workload
 
 #: Layouts of one search that are counted in full, most promising first.
-MAX_EVALUATED = 32
+MAX_EVALUATED = 48
+#: Prompts from which on context parallel prefill is tried.
+LONG_PROMPT = 16384
 #: Pipeline depths tried for one tensor-parallel degree: this many from the smallest that may fit.
 DEPTHS = 3
 #: Rejected layouts with pipeline stages that are shown.
@@ -92,6 +94,30 @@ def depths(limit: int, layers: int) -> list[int]:
     return [p for p in steps if p <= top]
 
 
+def data_degrees(spec: ModelSpec, most: int, requests: int | None) -> list[int]:
+    """Replicas to try: as many as there is room (and work) for, and one. Replicas of a mixture of experts share the
+    experts, so that every power of two between is a layout of its own."""
+    top = min(most, requests or most)
+    between = [1 << k for k in range(1, top.bit_length())] if spec.moe is not None else []
+    return sorted({top, 1, *(d for d in between if d <= top)}, reverse=True)
+
+
+def context_degrees(spec: ModelSpec, workload: Workload, tp: int, per_node: int) -> list[tuple[int, int]]:
+    """(cp, dcp) to try: none; a decode group over the copies of the cache that tp makes; for long prompts also context
+    parallel prefill inside a node."""
+    heads = min((a.kv_heads if a.kind == "gqa" else 1 for a in _attentions(spec)), default=tp)
+    found = [(1, 1)]
+    if heads < tp and tp % heads == 0:
+        found.append((1, tp // heads))
+    if isinstance(workload, Serve) and workload.isl >= LONG_PROMPT:
+        found += [(cp, 1) for cp in (2, 4, 8) if cp * tp <= per_node]
+    return found
+
+
+def _attentions(spec: ModelSpec) -> list[Attention]:
+    return list(dict.fromkeys(layer.attention for layer in spec.layers if layer.attention is not None))
+
+
 def expert_degrees(spec: ModelSpec, profile: EngineProfile, layout: Layout) -> list[int]:
     """Expert-parallel degrees to try beside the layout's other degrees; 1 for a dense model."""
     if spec.moe is None:
@@ -104,10 +130,15 @@ def expert_degrees(spec: ModelSpec, profile: EngineProfile, layout: Layout) -> l
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What the enumeration left: layouts to count, and layouts already out with the number that killed them."""
+    """What the enumeration left: layouts to count, and layouts already out with the number that killed them.
+
+    ``size``: layouts that were looked at; ``illegal``: of them refused by the engine.
+    """
 
     layouts: tuple[Layout, ...]
     rejected: tuple[Rejected, ...]
+    size: int = 0
+    illegal: int = 0
 
 
 def enumerate_serving(
@@ -127,26 +158,46 @@ def enumerate_serving(
     bound = bound_of(spec)
     layouts: list[Layout] = []
     rejected: list[Rejected] = []
+    size = illegal = 0
     for tp in tensor_degrees(cluster):
         deep_enough = 0
         for pp in depths(cluster.devices // tp, len(spec.layers)):
-            most = replicas(cluster, tp, pp)
-            if most < 1 or deep_enough >= DEPTHS:
+            if replicas(cluster, tp, pp) < 1 or deep_enough >= DEPTHS:
                 break
             found = False
-            for dp in sorted({min(most, requests or most), 1}, reverse=True):
-                base = Layout(tp=tp, pp=pp, dp=dp)
-                for ep in expert_degrees(spec, profile, base):
-                    verdict = _judge(base.with_(ep=ep), spec, cluster, workload, profile, bound, budget_bytes)
-                    if isinstance(verdict, Layout):
-                        layouts.append(verdict)
-                        cache = cache_bound(spec, workload, requests or 1) / (dp * tp * pp)
-                        found |= bound.rank_bytes(verdict) + cache <= budget_bytes
-                    elif worth_showing(verdict, cluster):
+            for option in _options(spec, cluster, workload, profile, tp, pp, requests):
+                verdict = _judge(option, spec, cluster, workload, profile, bound, budget_bytes)
+                size += 1
+                if isinstance(verdict, Layout):
+                    layouts.append(verdict)
+                    cache = cache_bound(spec, workload, requests or 1) / option.world
+                    found |= bound.rank_bytes(verdict) + cache <= budget_bytes
+                else:
+                    illegal += verdict.code != "weights_do_not_fit"
+                    if worth_showing(verdict, cluster):
                         rejected.append(verdict)
             deep_enough += found
     layouts.sort(key=lambda x: promise(x, cluster))
-    return Pool(tuple(layouts[:MAX_EVALUATED]), tuple(rejected))
+    return Pool(tuple(layouts[:MAX_EVALUATED]), tuple(rejected), size, illegal)
+
+
+def _options(
+    spec: ModelSpec,
+    cluster: Cluster,
+    workload: Workload,
+    profile: EngineProfile,
+    tp: int,
+    pp: int,
+    requests: int | None,
+) -> Iterator[Layout]:
+    """Layouts of one tensor-parallel degree and one pipeline depth."""
+    for cp, dcp in context_degrees(spec, workload, tp, cluster.devices_per_node):
+        most = replicas(cluster, tp * cp, pp)
+        degrees = data_degrees(spec, most, requests) if most else []
+        for dp in degrees if cp * dcp == 1 else sorted({*degrees[:1], *degrees[-1:]}, reverse=True):
+            base = Layout(tp=tp, pp=pp, dp=dp, cp=cp, dcp=dcp)
+            for ep in expert_degrees(spec, profile, base):
+                yield base.with_(ep=ep)
 
 
 def _judge(
@@ -172,10 +223,10 @@ def _judge(
     return layout
 
 
-def promise(layout: Layout, cluster: Cluster) -> tuple[int, int, int, int, int]:
-    """Order of the full count: TP inside a node, shallow pipelines, many replicas, small TP."""
+def promise(layout: Layout, cluster: Cluster) -> tuple[int, ...]:
+    """Order of the full count: shallow pipelines, TP inside a node, no context parallelism, many replicas, small TP."""
     crossing = layout.tp > cluster.devices_per_node
-    return (int(crossing), layout.pp, -layout.dp, layout.tp, layout.ep)
+    return (layout.pp, int(crossing), layout.cp * layout.dcp, -layout.dp, layout.tp, layout.ep)
 
 
 def worth_showing(rejected: Rejected, cluster: Cluster) -> bool:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from meshwright.plan.bounds import bound_reason
 from meshwright.plan.kv import CacheRules, cache_plan
 from meshwright.plan.plan import Candidate, Reason
 from meshwright.specs.cluster import Cluster
+from meshwright.specs.layout import product
 from meshwright.specs.units import GIB, binary, gib
+from meshwright.specs.workload import Serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meshwright.plan.serve import ServeContext
+    from meshwright.plan.search.serve import Limit, Probe
+    from meshwright.plan.serve_context import ServeContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class ServeFacts:
     smallest_world: int
 
 
-def joint_ranks(candidate: Candidate) -> int:
+def joint_ranks(candidate: Candidate | Probe) -> int:
     """Ranks that share out one copy of the weights: tp x pp x cp, and dp too where experts lie over it."""
     layout = candidate.layout
     ranks = layout.tp * layout.pp * layout.cp
@@ -43,10 +47,11 @@ def joint_ranks(candidate: Candidate) -> int:
     return ranks * layout.dp if experts_shared else ranks
 
 
-def serve_facts(ctx: ServeContext, works: Sequence[Candidate]) -> ServeFacts:
-    """Count the whole; look up the least split that works."""
+def serve_facts(ctx: ServeContext, works: Sequence[Probe], chosen: Candidate) -> ServeFacts:
+    """Count the whole at the load of the chosen layout; look up the least split that works."""
     spec, settings, workload = ctx.spec, ctx.settings, ctx.workload
-    requests = workload.concurrency or max((c.workload.concurrency or 1 for c in works if c.workload), default=1)  # type: ignore[union-attr]
+    inside = chosen.workload.concurrency if isinstance(chosen.workload, Serve) else None
+    requests = workload.concurrency or (inside or 1) * chosen.copies
     rules = CacheRules(
         block_size=settings.block_size or 16,
         kv_dtype=settings.kv_dtype,
@@ -62,10 +67,14 @@ def serve_facts(ctx: ServeContext, works: Sequence[Candidate]) -> ServeFacts:
     )
 
 
-def explain_serve(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> tuple[Reason, ...]:
-    """Reasons of the chosen (or given) layout, most important first."""
+def explain_serve(
+    ctx: ServeContext, chosen: Candidate, facts: ServeFacts, limit: Limit | None = None
+) -> tuple[Reason, ...]:
+    """Reasons of the chosen (or given) layout, most important first; ``limit``: what keeps it from serving more."""
     layout = chosen.layout
     out = [_split_reason(ctx, chosen, facts)]
+    if chosen.copies > 1:
+        out.append(_copies_reason(chosen))
     if layout.tp > 1:
         out.append(_tp_reason(ctx, chosen, facts))
     if layout.pp > 1:
@@ -74,8 +83,7 @@ def explain_serve(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> tu
         out.append(_dp_reason(ctx, chosen))
     if ctx.spec.moe is not None:
         out.append(_experts_reason(ctx, chosen))
-    out.append(_bound_reason(ctx, chosen))
-    return tuple(out)
+    return (*out, *bound_reason(ctx, chosen, limit), _peaks_reason(ctx, chosen))
 
 
 def _split_reason(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Reason:
@@ -124,6 +132,16 @@ def _replicas(chosen: Candidate, weights: str, cache: str, device: int, together
         return f"{weights} and {cache} fit one device's {gib(device)}, so nothing is split{hold}"
     shared = f"is shared out over {dp} replicas" if dp > 1 else "does not fit beside them"
     return f"{weights} fit one device's {gib(device)}, so nothing is split; {cache} {shared}"
+
+
+def _copies_reason(chosen: Candidate) -> Reason:
+    """Why there are several deployments."""
+    ranks, every = chosen.layout.world, chosen.layout.world * chosen.copies
+    text = (
+        f"{chosen.copies} copies of {product(chosen.layout)} side by side, requests dealt out between them: experts "
+        f"shared by {ranks} ranks and not by all {every} keep their exchange small; each copy is started by itself"
+    )
+    return Reason("copies", text, {"copies": float(chosen.copies), "world": float(chosen.layout.world)})
 
 
 def _tp_reason(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Reason:
@@ -197,8 +215,8 @@ def _experts_reason(ctx: ServeContext, chosen: Candidate) -> Reason:
     return Reason("experts_cut", text, numbers)
 
 
-def _bound_reason(ctx: ServeContext, chosen: Candidate) -> Reason:
-    """What bounds a decode step at the peaks of device and links."""
+def _peaks_reason(ctx: ServeContext, chosen: Candidate) -> Reason:
+    """What a decode step moves, and how fast it could be at the peaks of device and links."""
     cost, device = chosen.cost, ctx.cluster.device
     memory_s = cost.bytes_read / device.bandwidth_bytes_s
     count = "one request" if cost.requests == 1 else f"{cost.requests:,} requests"
@@ -206,8 +224,7 @@ def _bound_reason(ctx: ServeContext, chosen: Candidate) -> Reason:
     text = (
         f"a decode step of {count}{replica} moves {binary(cost.bytes_read)} through the busiest rank's memory, "
         f"{binary(cost.wire_bytes)} over its links in {cost.messages:,} messages: no faster than "
-        f"{cost.step_s * 1e3:,.2f} ms at the peaks ({cost.wire_share:.0%} of it on links); layouts are ranked by these "
-        "counts, not by a time prediction"
+        f"{cost.step_s * 1e3:,.2f} ms at the peaks ({cost.wire_share:.0%} of it on links)"
     )
     numbers = {"step_lower_bound_s": cost.step_s, "memory_s": memory_s, "wire_bytes": cost.wire_bytes}
     return Reason("bound", text, numbers)

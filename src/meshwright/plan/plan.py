@@ -18,6 +18,7 @@ from meshwright.specs.rules import Rule
 from meshwright.specs.workload import Workload
 
 if TYPE_CHECKING:
+    from meshwright.plan.search.serve import ServeFound
     from meshwright.plan.search.train import Found
     from meshwright.plan.training_time import TrainingTime
 
@@ -113,7 +114,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout that was looked at in full."""
+    """A layout that was looked at in full.
+
+    ``copies``: equal deployments of it side by side, each with its share of the load in ``workload`` (serving).
+    """
 
     layout: Layout
     placement: Placement
@@ -121,6 +125,7 @@ class Candidate:
     cost: Cost
     rules: tuple[Rule, ...] = ()
     workload: Workload | None = None
+    copies: int = 1
 
     @property
     def fits(self) -> bool:
@@ -165,6 +170,7 @@ class Plan:
         settings: engine settings the plan was made for (serving), every field resolved.
         notes: assumptions of the model reader, of the cluster, of the memory model.
         searched: the search over arrays (training on many devices): size of the space, front, best points; else None.
+        served: the search over layouts and loads (serving): size of the space, front, all that work best first.
     """
 
     kind: Literal["serve", "train"]
@@ -188,6 +194,7 @@ class Plan:
     commands: tuple[Command, ...] = ()
     notes: tuple[str, ...] = ()
     searched: Found | None = field(default=None, compare=False, repr=False)
+    served: ServeFound | None = field(default=None, compare=False, repr=False)
 
     @property
     def ok(self) -> bool:

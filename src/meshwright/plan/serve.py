@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from math import ceil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from meshwright.errors import IllegalLayoutError
 from meshwright.plan.calibration import Calibration
 from meshwright.plan.candidates import enumerate_serving, thin
 from meshwright.plan.choose import alternatives, better, choose
-from meshwright.plan.comparisons import compare
+from meshwright.plan.comparisons import compare, split_reason
 from meshwright.plan.cost import serve_cost
 from meshwright.plan.explain import ServeFacts, explain_serve, joint_ranks, serve_facts
-from meshwright.plan.memory import ServeMemory
-from meshwright.plan.plan import Candidate, Motive, Plan, Rejected
-from meshwright.plan.serve_memory import resolve_settings, serve_memory
-from meshwright.plan.serving_time import ServingTime, serving_time
-from meshwright.plan.serving_time_steps import stage_ranks
+from meshwright.plan.plan import Candidate, Motive, Plan, Reason, Rejected
+from meshwright.plan.search.serve import Probe, ServeFound, front
+from meshwright.plan.search.serve_pools import SplitFound, search_split
+from meshwright.plan.serve_context import ServeContext as ServeContext
+from meshwright.plan.serve_memory import resolve_settings
 from meshwright.plan.targets import missed, rate_bound, too_slow, violations
 from meshwright.plan.verdict import given_verdict, nothing_works, serve_verdict
 from meshwright.specs.checks import dp_does_not_cure
@@ -24,112 +25,14 @@ from meshwright.specs.cluster import Cluster
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.nearest import explain as explain_rules
-from meshwright.specs.placement import Placement, place
 from meshwright.specs.profile import EngineProfile, ServeSettings
 from meshwright.specs.rules import Rule
-from meshwright.specs.tensors import Section
 from meshwright.specs.units import gib
 from meshwright.specs.workload import Serve
 
-#: Rounds of the fixed point between requests in flight and the time each takes.
-LITTLE_STEPS = 4
 MAX_REJECTED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ServeContext:
-    """What every candidate of one search shares; ``settings`` have every field resolved.
-
-    ``rate_bounds``: requests a second by placement, counted once (placements live as long as the search).
-    """
-
-    spec: ModelSpec
-    cluster: Cluster
-    workload: Serve
-    profile: EngineProfile
-    settings: ServeSettings
-    calibration: Calibration | None = None
-    rate_bounds: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def sections(self) -> tuple[Section, ...]:
-        """Parts of the checkpoint that are loaded."""
-        extra: list[Section] = []
-        if not self.settings.text_only:
-            extra.append("vision")
-        if self.settings.speculative:
-            extra.append("mtp")
-        return ("decoder", *extra)
-
-    @property
-    def budget_bytes(self) -> float:
-        """What the engine may take of one device."""
-        assert self.settings.utilization is not None
-        return self.cluster.device.memory_bytes * self.settings.utilization
-
-    def evaluate(self, layout: Layout, rules: tuple[Rule, ...] = ()) -> Candidate:
-        """Place, count the memory, bound the cost.
-
-        Raises:
-            IllegalLayoutError: the engine refuses the layout.
-        """
-        placement = place(self.spec, layout, self.profile, sections=self.sections)
-        workload = self.at_rate(placement)
-        memory = self.memory(placement, workload)
-        cost = serve_cost(placement, self.cluster, workload, memory.max_requests, self.settings)
-        judged = workload.tpot_s is not None or workload.ttft_s is not None
-        time = cost.predicted if judged and workload.concurrency is None else None
-        if time is not None and self.late(time):
-            workload = self.at_target(placement, memory.max_requests, time)
-            memory = self.memory(placement, workload)
-            cost = serve_cost(placement, self.cluster, workload, memory.max_requests, self.settings)
-        return Candidate(layout, placement, memory, cost, rules, workload)
-
-    def memory(self, placement: Placement, workload: Serve) -> ServeMemory:
-        """Memory of a layout, with the terms that an earlier start of it printed."""
-        found = self.calibration
-        measured = found.terms_for(placement.layout, self.profile.engine) if found is not None else None
-        return serve_memory(placement, self.cluster, workload, self.settings, measured=measured)
-
-    def late(self, time: ServingTime) -> bool:
-        """Whether the predicted means break a latency target."""
-        w = self.workload
-        slow = w.tpot_s is not None and time.tpot.value > w.tpot_s
-        return slow or (w.ttft_s is not None and time.ttft.value > w.ttft_s)
-
-    def at_target(self, placement: Placement, most: int, full: ServingTime) -> Serve:
-        """The workload with as many requests in flight as keep its latency targets (a power of two a replica), of the
-        ``most`` that the caches hold and ``full`` was predicted for; one a replica where even that breaks them.
-
-        A token takes a fixed time and one that grows with the requests, so that no more than the target's share of
-        ``full`` can keep it: the search begins there.
-        """
-        inside = least = min(placement.layout.dp, most)
-        share = 1.0 if self.workload.tpot_s is None else min(1.0, self.workload.tpot_s / full.tpot.value)
-        while 2 * inside <= most * share:
-            inside *= 2
-        ranks = stage_ranks(placement)
-        while inside > least:
-            trial = replace(self.workload, concurrency=inside)
-            if not self.late(serving_time(placement, self.cluster, trial, most, self.settings, ranks=ranks)):
-                break
-            inside //= 2
-        return replace(self.workload, concurrency=max(inside, least))
-
-    def at_rate(self, placement: Placement) -> Serve:
-        """The workload with the requests in flight that its rate implies, by Little's law: rate x time inside.
-
-        The time is the lower bound of ``serve_cost``, so this is the least concurrency that the rate can mean.
-        """
-        workload = self.workload
-        if workload.rate is None or workload.concurrency is not None:
-            return workload
-        inside, limit = 1, 1 << 20
-        for _ in range(LITTLE_STEPS):
-            trial = replace(workload, concurrency=inside)
-            cost = serve_cost(placement, self.cluster, trial, inside, self.settings)
-            inside = min(limit, max(1, ceil(workload.rate * (cost.prefill_s + workload.osl * cost.step_s))))
-        return replace(workload, concurrency=inside)
+#: Layouts that are counted beside a stated one.
+MAX_BESIDE = 24
 
 
 def plan_serve(
@@ -140,6 +43,8 @@ def plan_serve(
     settings: ServeSettings,
     layout: Layout | None = None,
     calibration: Calibration | None = None,
+    *,
+    split: bool = False,
 ) -> Plan:
     """Judge ``layout``, or choose one.
 
@@ -151,29 +56,52 @@ def plan_serve(
         settings: engine settings; open fields take the engine's defaults on this device.
         layout: judge this one; None: search.
         calibration: terms that an earlier start of the engine printed.
+        split: search separate prefill and decode pools too (with a latency target that is always done).
     """
+    open_limit = settings.max_num_seqs is None
     settings = resolve_settings(settings, profile, cluster, workload, layout, spec)
     ctx = ServeContext(spec, cluster, workload, profile, settings, calibration)
-    pool = enumerate_serving(spec, cluster, workload, profile, ctx.budget_bytes, workload.concurrency)
-    candidates: list[Candidate] = []
-    rejected = list(pool.rejected)
-    long = beyond_positions(spec, workload, profile.engine)
-    for option in pool.layouts:
-        rules = (*profile.check(spec, option, cluster, workload), *long)
-        try:
-            candidates.append(ctx.evaluate(option, rules))
-        except IllegalLayoutError as error:
-            rejected.append(Rejected(option, "illegal", str(error)))
+    probes, rejected, counts = _probed(ctx, MAX_BESIDE if layout is not None else None)
     works = []
-    for candidate in candidates:
-        out = too_slow(ctx, candidate) or (None if candidate.fits else too_full(ctx, candidate))
+    for probe in probes:
+        out = too_full(ctx, probe) or too_slow(ctx, probe)
         if out is None:
-            works.append(candidate)
+            works.append(probe)
         else:
             rejected.append(out)
     if layout is not None:
         return _given(ctx, layout, works, rejected)
-    return _searched(ctx, candidates, works, rejected)
+    pools = search_split(ctx, probes) if split or ctx.judged else None
+    space = Space(*counts, open_limit)
+    return _searched(ctx, works, rejected, space, pools) or _short(ctx, probes, rejected)
+
+
+class Space(NamedTuple):
+    """Layouts that were enumerated, of them illegal, and whether the engine's limit of sequences was left open."""
+
+    size: int
+    illegal: int
+    open_limit: bool
+
+
+def _probed(ctx: ServeContext, most: int | None) -> tuple[list[Probe], list[Rejected], tuple[int, int]]:
+    """Layouts of the space (the ``most`` promising ones) with their memory, those that are out, and how many there were
+    and were illegal."""
+    spec, cluster, workload, profile = ctx.spec, ctx.cluster, ctx.workload, ctx.profile
+    pool = enumerate_serving(spec, cluster, workload, profile, ctx.budget_bytes, workload.concurrency)
+    probes: list[Probe] = []
+    rejected = list(pool.rejected)
+    long = beyond_positions(spec, workload, profile.engine)
+    for option in pool.layouts[:most]:
+        rules = (*profile.check(spec, option, cluster, workload), *long)
+        try:
+            copies = ctx.copies_of(option)
+            if copies * option.world == cluster.devices:
+                rules = tuple(rule for rule in rules if rule.code != "devices_idle")
+            probes.append(ctx.probe(option, rules, copies))
+        except IllegalLayoutError as error:
+            rejected.append(Rejected(option, "illegal", str(error)))
+    return probes, rejected, (pool.size, pool.illegal)
 
 
 def beyond_positions(spec: ModelSpec, workload: Serve, engine: str) -> tuple[Rule, ...]:
@@ -190,41 +118,53 @@ def beyond_positions(spec: ModelSpec, workload: Serve, engine: str) -> tuple[Rul
     return (Rule("context_beyond_positions", "unwise", message, cure, where, numbers),)
 
 
-def too_full(ctx: ServeContext, candidate: Candidate) -> Rejected:
-    """Why a counted layout does not hold the workload."""
-    worst = candidate.memory.worst
-    asked = requests_of(candidate)
+def too_full(ctx: ServeContext, probe: Probe) -> Rejected | None:
+    """Why a layout does not hold the workload; None where it does."""
+    if probe.memory.fits:
+        return None
+    worst = probe.memory.worst
+    asked = ctx.share(probe.copies).concurrency or 1
     fixed = worst.total_bytes - worst.kv_cache_bytes
     if fixed > worst.capacity_bytes:
         text = f"{gib(fixed)} of weights, activations and runtime a rank exceed the {gib(worst.capacity_bytes)}"
-        return Rejected(candidate.layout, "weights_do_not_fit", text + " the engine may use")
-    replica = -(-asked // candidate.layout.dp)
+        return Rejected(probe.layout, "weights_do_not_fit", text + " the engine may use")
+    replica = -(-asked // probe.layout.dp)
     text = (
         f"{gib(worst.kv_cache_bytes)} of KV cache for {replica:,} requests of {ctx.workload.context:,} tokens beside "
         f"{gib(fixed)} exceed the {gib(worst.capacity_bytes)} a rank"
     )
-    return Rejected(candidate.layout, "kv_cache_does_not_fit", text)
+    return Rejected(probe.layout, "kv_cache_does_not_fit", text)
 
 
-def requests_of(candidate: Candidate) -> int:
-    """Requests in flight that the candidate was counted for (1 when neither concurrency nor rate is stated)."""
-    return candidate.workload.concurrency or 1 if isinstance(candidate.workload, Serve) else 1
-
-
-def motive_of(ctx: ServeContext, chosen: Candidate, facts: ServeFacts) -> Motive:
+def motive_of(chosen: Candidate, facts: ServeFacts) -> Motive:
     """Why the model is split: see ``plan.Motive``."""
     if joint_ranks(chosen) == 1:
         return "throughput"
     return "capacity" if facts.smallest_world > 1 else "latency"
 
 
-def _searched(ctx: ServeContext, candidates: list[Candidate], works: list[Candidate], rejected: list[Rejected]) -> Plan:
+def _searched(
+    ctx: ServeContext,
+    works: Sequence[Probe],
+    rejected: list[Rejected],
+    space: Space,
+    pools: SplitFound | None,
+) -> Plan | None:
+    """The best of the layouts that work, None where none does; the engine's limit of sequences is set where it is
+    open and the load was searched."""
     ordered = choose(ctx, works)
     if not ordered:
-        return _short(ctx, candidates, rejected)
-    chosen = ordered[0]
-    facts = serve_facts(ctx, works)
-    motive = motive_of(ctx, chosen, facts)
+        return None
+    chosen = ctx.candidate(ordered[0])
+    settings = ctx.settings
+    if space.open_limit and ctx.judged and ctx.workload.rate is None:
+        settings, chosen = limited(ctx, chosen)
+    facts = serve_facts(ctx, works, chosen)
+    motive = motive_of(chosen, facts)
+    reasons = explain_serve(ctx, chosen, facts, ordered[0].best.limit) + compare(ctx, ordered[0], ordered[1:], rejected)
+    others = alternatives(ctx, ordered)
+    unfit = space.size - space.illegal - len(works)
+    found = ServeFound(space.size, space.illegal, unfit, len(works), tuple(front(ordered)), tuple(ordered), pools)
     return Plan(
         kind="serve",
         verdict=missed(ctx, chosen) or serve_verdict(ctx.spec, ctx.cluster, ctx.workload, chosen, motive),
@@ -239,24 +179,40 @@ def _searched(ctx: ServeContext, candidates: list[Candidate], works: list[Candid
         fast_enough=not violations(ctx, chosen),
         chosen=chosen,
         rules=chosen.rules,
-        reasons=explain_serve(ctx, chosen, facts) + compare(ctx.cluster, chosen, ordered[1:], rejected),
-        alternatives=alternatives(ctx, ordered),
+        reasons=reasons + split_reason(ordered[0], pools),
+        alternatives=others,
         rejected=tuple(thin(rejected, MAX_REJECTED)),
-        settings=ctx.settings,
+        settings=settings,
+        served=found,
     )
 
 
-def _short(ctx: ServeContext, candidates: list[Candidate], rejected: list[Rejected]) -> Plan:
+def limited(ctx: ServeContext, chosen: Candidate) -> tuple[ServeSettings, Candidate]:
+    """The engine's limit of sequences set to the load that keeps the targets, and the layout under it: more requests
+    wait for a place and do not slow down those that run."""
+    work = chosen.workload
+    if not isinstance(work, Serve) or work.concurrency is None:
+        return ctx.settings, chosen
+    most = -(-work.concurrency // chosen.layout.dp)
+    found = replace(ctx, settings=replace(ctx.settings, max_num_seqs=min(most, ctx.settings.max_num_seqs or most)))
+    memory = found.memory(chosen.placement, work)
+    cost = serve_cost(chosen.placement, ctx.cluster, work, memory.max_requests, found.settings)
+    return found.settings, replace(chosen, memory=memory, cost=cost)
+
+
+def _short(ctx: ServeContext, probes: Sequence[Probe], rejected: list[Rejected]) -> Plan:
     """Nothing serves the whole workload: the fastest layout when the rate is too high, else the one that holds the most
     requests, or none at all."""
-    holding = [c for c in candidates if isinstance(c.memory, ServeMemory) and c.memory.max_requests > 0]
-    best = max(holding, key=lambda c: c.memory.max_requests, default=None)  # type: ignore[union-attr]
-    slow = [c for c in holding if too_slow(ctx, c)]
+    holding = [p for p in probes if p.memory.max_requests > 0]
+    most = max(holding, key=lambda p: p.memory.max_requests * p.copies, default=None)
+    slow = {id(p) for p in holding if too_slow(ctx, p)}
     if slow and len(slow) == len(holding):
-        best = max(slow, key=lambda c: rate_bound(ctx, c))
+        most = max(holding, key=lambda p: rate_bound(ctx, p))
+    best = ctx.candidate(most) if most is not None else None
+    late = id(most) in slow
     return Plan(
         kind="serve",
-        verdict=(missed(ctx, best) if best in slow else "")
+        verdict=(missed(ctx, best) if best is not None and late else "")
         or nothing_works(ctx.spec, ctx.cluster, ctx.workload, best, ctx.budget_bytes),
         motive="none",
         spec=ctx.spec,
@@ -266,27 +222,31 @@ def _short(ctx: ServeContext, candidates: list[Candidate], rejected: list[Reject
         layout=best.layout if best else None,
         legal=best is not None,
         fits=best is not None and best.fits,
-        fast_enough=best not in slow,
+        fast_enough=not late,
         chosen=best,
         rules=best.rules if best else (),
-        reasons=explain_serve(ctx, best, serve_facts(ctx, [])) if best else (),
+        reasons=explain_serve(ctx, best, serve_facts(ctx, [], best)) if best else (),
         alternatives=(),
         rejected=tuple(thin((r for r in rejected if best is None or r.layout != best.layout), MAX_REJECTED)),
         settings=ctx.settings,
     )
 
 
-def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: list[Rejected]) -> Plan:
+def _given(ctx: ServeContext, layout: Layout, works: Sequence[Probe], rejected: list[Rejected]) -> Plan:
     rules = tuple(explain_rules(ctx.spec, layout, ctx.profile, ctx.cluster, ctx.workload))
     rules += beyond_positions(ctx.spec, ctx.workload, ctx.profile.engine)
     broken = [r for r in rules if r.severity == "illegal"]
-    chosen = None if broken else ctx.evaluate(layout, rules)
+    probe = None if broken else ctx.probe(layout, rules)
+    chosen = None if probe is None else ctx.candidate(probe)
     fits = chosen is not None and chosen.fits
     if chosen is not None and not fits:
         rules += copies_do_not_cure(chosen)
-    ordered = [c for c in choose(ctx, works) if c.layout != layout]
-    head = [chosen, *ordered] if chosen is not None and fits else ordered
-    others = alternatives(ctx, head, given=True) if chosen is not None and fits else better(ordered)
+    ordered = [p for p in choose(ctx, works) if p.layout != layout]
+    head = [probe, *ordered] if probe is not None and fits else []
+    reasons: tuple[Reason, ...] = ()
+    if chosen is not None:
+        reasons = explain_serve(ctx, chosen, serve_facts(ctx, works, chosen))
+        reasons += compare(ctx, head[0], ordered, rejected) if head else ()
     return Plan(
         kind="serve",
         verdict=(missed(ctx, chosen) if chosen is not None and fits else "")
@@ -302,11 +262,8 @@ def _given(ctx: ServeContext, layout: Layout, works: list[Candidate], rejected: 
         fast_enough=chosen is None or not violations(ctx, chosen),
         chosen=chosen,
         rules=rules,
-        reasons=explain_serve(ctx, chosen, serve_facts(ctx, works))
-        + (compare(ctx.cluster, chosen, ordered, rejected) if fits else ())
-        if chosen
-        else (),
-        alternatives=others,
+        reasons=reasons,
+        alternatives=alternatives(ctx, head, given=True) if head else better(ctx, ordered),
         rejected=tuple(thin((r for r in rejected if r.layout != layout), MAX_REJECTED)),
         settings=ctx.settings,
     )

@@ -20,8 +20,8 @@ from meshwright.plan.serving_time_steps import (
     Conditions,
     StageRank,
     StepSet,
+    StepTimer,
     stage_ranks,
-    timed_steps,
     word_of,
 )
 from meshwright.plan.timing.closed_loop import Host, Load, Times, closed_loop
@@ -120,6 +120,7 @@ def serving_time(
     settings: ServeSettings,
     conditions: Conditions | None = None,
     ranks: Sequence[StageRank] | None = None,
+    steps: Callable[[int], StepSet] | None = None,
 ) -> ServingTime:
     """Predict a layout under a workload.
 
@@ -131,16 +132,16 @@ def serving_time(
         settings: engine settings.
         conditions: how requests come; None: the defaults.
         ranks: see ``stage_ranks``; counted where None.
+        steps: timed steps by requests of a replica that decode together; None: timed here.
     """
     conditions = conditions or Conditions()
-    ranks = ranks if ranks is not None else stage_ranks(placement)
+    if steps is None:
+        ranks = ranks if ranks is not None else stage_ranks(placement)
+        steps = StepTimer(placement, cluster, settings, workload, conditions, ranks).at
     replicas = placement.layout.dp
     capacity = max(1, max_requests // replicas)
     if settings.max_num_seqs is not None:
         capacity = min(capacity, settings.max_num_seqs)
-
-    def steps(running: int) -> StepSet:
-        return timed_steps(placement, cluster, settings, workload, running, conditions, ranks)
 
     engine = engine_time(placement.profile.engine)
     basis = _Basis(engine, placement.spec.moe is not None, word_of(placement, cluster, engine))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from meshwright.plan.serving_time import ServingTime, interval
-from meshwright.plan.serving_time_steps import PROMPT_BUDGET, Conditions, stage_ranks, timed_steps, word_of
+from meshwright.plan.serving_time_steps import PROMPT_BUDGET, Conditions, StepSet, stage_ranks, timed_steps, word_of
 from meshwright.plan.timing.closed_loop import Host, PoolTimes, Steps, pools
 from meshwright.plan.timing.compute import constants
 from meshwright.plan.timing.estimate import Seconds, weakest
@@ -52,6 +52,24 @@ def cache_bytes(placement: Placement, tokens: int) -> float:
     """Bytes of cache that move for one prompt: keys and values (or latents) of every layer at 16 bits."""
     layers = (layer.attention for layer in placement.spec.layers)
     return 2.0 * tokens * sum(a.cached_values_per_token for a in layers if a is not None)
+
+
+def transfer_rate(devices: int, cluster: Cluster) -> float:
+    """Bytes a second of one prompt's cache between workers: the fitted rate of the engines' connectors (over InfiniBand
+    and NVLink), or one device's port of the link between the workers where that is less.
+
+    ``devices``: of one worker of each side; the link between nodes counts where they do not share one.
+    """
+    link = cluster.intra if devices <= cluster.devices_per_node else cluster.inter
+    port = link.device_bandwidth_bytes_s(cluster.devices_per_node)
+    return min(constants()["transfer_gb_s"] * 1e9, port)
+
+
+def prompt_seconds(before: StepSet, dp: int) -> tuple[float, float]:
+    """Seconds of a prompt on a lane of a prefill worker: with all its lanes busy, and alone; experts work for the
+    prompts of all ``dp`` lanes."""
+    full = before.steps.prompt + before.steps.fill
+    return full, full - before.prompt.of("experts") * (1 - 1 / dp)
 
 
 def pool_time(
@@ -116,9 +134,9 @@ def _timed(
         prefill.placement, prefill.cluster, replace(settings, speculative=False), workload, 1, conditions,
         stage_ranks(prefill.placement),
     )  # fmt: skip
-    prompt = before.steps.prompt + before.steps.fill
-    solo = prompt - before.prompt.of("experts") * (1 - 1 / prefill.placement.layout.dp)
-    move = engine.transfer_s + cache_bytes(decode.placement, workload.isl) / constants()["transfer_gb_s"] / 1e9
+    prompt, solo = prompt_seconds(before, prefill.placement.layout.dp)
+    rate = transfer_rate(prefill.placement.layout.world + decode.placement.layout.world, decode.cluster)
+    move = engine.transfer_s + cache_bytes(decode.placement, workload.isl) / rate
     floor = before.prompt.launches * engine.eager_s * ceil(workload.isl / PROMPT_BUDGET)
     return _Timed(own.steps._replace(prompt=prompt, floor=floor), own.decode, solo, move)
 

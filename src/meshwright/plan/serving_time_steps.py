@@ -83,6 +83,96 @@ def accepted_tokens(settings: ServeSettings, stated: float | None = None) -> flo
     return sum(a**i for i in range(settings.speculative_tokens + 1))
 
 
+class StepTimer:
+    """Times single steps of one replica, each when it is first asked for.
+
+    A pipeline of p stages decodes p batches in turn: a token takes p passes of the slowest stage.
+
+    Args:
+        placement, cluster, settings, workload, conditions: what runs where, requests in the middle of their outputs.
+        ranks: see ``stage_ranks``.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        cluster: Cluster,
+        settings: ServeSettings,
+        workload: Serve,
+        conditions: Conditions,
+        ranks: Sequence[StageRank],
+    ) -> None:
+        self.placement, self.cluster, self.settings, self.workload = placement, cluster, settings, workload
+        self.ranks, self.engine = ranks, engine_time(placement.profile.engine)
+        self.gain = accepted_tokens(settings, conditions.accepted)
+        self.stages = placement.layout.pp
+        self._text: StepContexts | None = None
+        self._prompts: list[StepTime] = []
+
+    def decoding(self, requests: int) -> StepContexts:
+        """A decode step of a stage's share of ``requests``."""
+        drafted = self.settings.speculative_tokens if self.settings.speculative else 0
+        past = self.workload.isl + self.workload.osl // 2
+        batch = Batch("decode", -(-requests // self.stages), 1 + drafted, past)
+        return contexts(self.placement, self.settings, batch)
+
+    @property
+    def text(self) -> StepContexts:
+        """One prompt."""
+        if self._text is None:
+            self._text = contexts(self.placement, self.settings, Batch("prefill", 1, self.workload.isl))
+        return self._text
+
+    @property
+    def prompts(self) -> list[StepTime]:
+        """One prompt alone on every stage."""
+        if not self._prompts:
+            self._prompts = [self.timed(rank, self.text) for rank in self.ranks]
+        return self._prompts
+
+    def timed(self, rank: StageRank, step: StepContexts) -> StepTime:
+        """One step of a stage's rank."""
+        node = self.cluster.devices_per_node
+        work = step_work(self.placement, node, rank.own, rank.stage, rank.at, step)
+        return step_seconds(work, self.cluster, self.engine)
+
+    def mixed(self, rank: StageRank, requests: int) -> StepTime:
+        """A step of ``requests`` decoding requests with a prompt."""
+        return self.timed(rank, together(self.decoding(requests), self.text))
+
+    def assembled(self, slowest: int, decode: StepTime, low: StepTime, more: float, launches: float) -> StepSet:
+        """The numbers that the formulas take.
+
+        Args:
+            slowest: index of the stage that the others wait for.
+            decode, low: its decode steps of all running requests and of a quarter of them.
+            more: seconds that a prompt adds to its decode step. launches: kernels of a step with a prompt.
+        """
+        settings, prompt = self.settings, self.prompts[slowest]
+        others = sum(p.seconds for i, p in enumerate(self.prompts) if i != slowest)
+        budget = settings.max_num_batched_tokens or PROMPT_BUDGET
+        least = decode.launches * self.engine.eager_decode_s if settings.enforce_eager else 0.0
+        steps = Steps(
+            dec=self.stages * max(decode.seconds, least) / self.gain,
+            low=self.stages * max(low.seconds, least) / self.gain,
+            prompt=prompt.seconds,
+            each=max(more, LEAST_ADDED * prompt.seconds),
+            floor=launches * self.engine.eager_s * ceil(self.workload.isl / budget),
+            fill=others,
+        )
+        return StepSet(steps, decode, prompt)
+
+    def at(self, running: int, *, quarter: bool = False) -> StepSet:
+        """Steps of ``running`` requests; ``quarter``: see ``timed_steps``."""
+        all_of_them = self.decoding(running)
+        decodes = [self.timed(rank, all_of_them) for rank in self.ranks]
+        slowest = max(range(len(self.ranks)), key=lambda i: decodes[i].seconds)
+        decode, rank = decodes[slowest], self.ranks[slowest]
+        low = self.timed(rank, self.decoding(max(1, running // 4))) if quarter else decode
+        mixed = self.mixed(rank, running)
+        return self.assembled(slowest, decode, low, mixed.seconds - decode.seconds, mixed.launches)
+
+
 def timed_steps(
     placement: Placement,
     cluster: Cluster,
@@ -97,40 +187,8 @@ def timed_steps(
     """Time the steps of one replica with ``running`` requests in the middle of their outputs.
 
     ``quarter``: also the step of a quarter of them, which only pools need (else ``low`` is ``dec``).
-
-    A pipeline of p stages decodes p batches in turn: a token takes p passes of the slowest stage.
     """
-    engine = engine_time(placement.profile.engine)
-    stages, node = placement.layout.pp, cluster.devices_per_node
-    drafted = settings.speculative_tokens if settings.speculative else 0
-    gain = accepted_tokens(settings, conditions.accepted)
-    past = workload.isl + workload.osl // 2
-
-    def decoding(requests: int) -> StepContexts:
-        return contexts(placement, settings, Batch("decode", -(-requests // stages), 1 + drafted, past))
-
-    def timed(rank: StageRank, step: StepContexts) -> StepTime:
-        return step_seconds(step_work(placement, node, rank.own, rank.stage, rank.at, step), cluster, engine)
-
-    all_of_them, text = decoding(running), contexts(placement, settings, Batch("prefill", 1, workload.isl))
-    decodes = [timed(rank, all_of_them) for rank in ranks]
-    slowest = max(range(len(ranks)), key=lambda i: decodes[i].seconds)
-    decode, rank = decodes[slowest], ranks[slowest]
-    low = timed(rank, decoding(max(1, running // 4))) if quarter else decode
-    prompts = [timed(other, text) for other in ranks]
-    prompt, mixed = prompts[slowest], timed(rank, together(all_of_them, text))
-    others = sum(p.seconds for i, p in enumerate(prompts) if i != slowest)
-    budget = settings.max_num_batched_tokens or PROMPT_BUDGET
-    least = decode.launches * engine.eager_decode_s if settings.enforce_eager else 0.0
-    steps = Steps(
-        dec=stages * max(decode.seconds, least) / gain,
-        low=stages * max(low.seconds, least) / gain,
-        prompt=prompt.seconds,
-        each=max(mixed.seconds - decode.seconds, LEAST_ADDED * prompt.seconds),
-        floor=mixed.launches * engine.eager_s * ceil(workload.isl / budget),
-        fill=others,
-    )
-    return StepSet(steps, decode, prompt)
+    return StepTimer(placement, cluster, settings, workload, conditions, ranks).at(running, quarter=quarter)
 
 
 def word_of(placement: Placement, cluster: Cluster, engine: EngineTime) -> Word:

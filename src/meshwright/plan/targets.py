@@ -18,7 +18,8 @@ from meshwright.specs.layout import product
 from meshwright.specs.workload import Serve
 
 if TYPE_CHECKING:
-    from meshwright.plan.serve import ServeContext
+    from meshwright.plan.search.serve import Probe
+    from meshwright.plan.serve_context import ServeContext
 
 
 def violations(ctx: ServeContext, candidate: Candidate) -> int:
@@ -36,24 +37,24 @@ def saturates(ctx: ServeContext, candidate: Candidate) -> bool:
     return time is not None and not time.stable
 
 
-def too_slow(ctx: ServeContext, candidate: Candidate) -> Rejected | None:
+def too_slow(ctx: ServeContext, found: Candidate | Probe) -> Rejected | None:
     """Why a layout cannot keep up with the rate, even at the peaks."""
-    rate, bound = ctx.workload.rate, rate_bound(ctx, candidate)
+    rate, bound = ctx.workload.rate, rate_bound(ctx, found)
     if rate is None or rate <= bound:
         return None
     text = f"at most {bound:,.2f} requests/s at the peaks, {rate:,.2f} are asked"
-    return Rejected(candidate.layout, "rate_too_high", text)
+    return Rejected(found.layout, "rate_too_high", text)
 
 
-def rate_bound(ctx: ServeContext, candidate: Candidate) -> float:
+def rate_bound(ctx: ServeContext, found: Candidate | Probe) -> float:
     """Requests a second that a layout can finish at the peaks with as many in flight as it holds; no rate: infinite."""
-    if ctx.workload.rate is None or not isinstance(candidate.memory, ServeMemory):
+    if ctx.workload.rate is None or not isinstance(found.memory, ServeMemory):
         return inf
-    if id(candidate.placement) not in ctx.rate_bounds:
-        most = candidate.memory.max_requests
-        full = serve_cost(candidate.placement, ctx.cluster, replace(ctx.workload, rate=None), most, ctx.settings)
-        ctx.rate_bounds[id(candidate.placement)] = full.tokens_per_s / ctx.workload.osl
-    return ctx.rate_bounds[id(candidate.placement)]
+    if id(found.placement) not in ctx.rate_bounds:
+        most = found.memory.max_requests
+        full = serve_cost(found.placement, ctx.cluster, replace(ctx.workload, rate=None), most, ctx.settings)
+        ctx.rate_bounds[id(found.placement)] = full.tokens_per_s / ctx.workload.osl
+    return ctx.rate_bounds[id(found.placement)] * found.copies
 
 
 def missed(ctx: ServeContext, candidate: Candidate) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from meshwright.plan.candidates import bound_of
 from meshwright.plan.memory import ServeMemory
@@ -13,6 +15,9 @@ from meshwright.specs.model import ModelSpec
 from meshwright.specs.rules import Rule
 from meshwright.specs.units import gib
 from meshwright.specs.workload import Serve, Train
+
+if TYPE_CHECKING:
+    from meshwright.plan.search.serve_pools import SplitFound
 
 MOTIVES = {
     "capacity": "capacity (it does not fit on fewer)",
@@ -29,12 +34,33 @@ def asked(workload: Serve) -> str:
 
 
 def serve_verdict(spec: ModelSpec, cluster: Cluster, workload: Serve, chosen: Candidate, motive: Motive) -> str:
-    """Use this layout, and the reason in a word."""
-    devices = chosen.layout.world
+    """Use this layout, how much it serves within the targets, and the reason in a word."""
+    devices, copies = chosen.layout.world * chosen.copies, chosen.copies
     of_all = f" of {cluster.devices}" if devices != cluster.devices else ""
+    judged = workload.tpot_s is not None or workload.ttft_s is not None
+    what, within = asked(workload), ""
+    if judged and chosen.cost.predicted is not None and isinstance(chosen.workload, Serve):
+        if workload.concurrency is None and workload.rate is None:
+            what = asked(replace(workload, concurrency=(chosen.workload.concurrency or 1) * copies))
+        good = chosen.cost.predicted.goodput(workload.ttft_s, workload.tpot_s) * workload.osl / chosen.layout.world
+        within = f", {good:,.0f} tokens/s/GPU within the targets"
+    name = product(chosen.layout) if copies == 1 else f"{copies} copies of {product(chosen.layout)}"
     return (
-        f"fits: {product(chosen.layout)} serves {asked(workload)} of {spec.name} on {devices}{of_all} x "
-        f"{cluster.device.name}; reason: {MOTIVES.get(motive, motive)}"
+        f"fits: {name} serve{'s' if copies == 1 else ''} {what} of {spec.name} on {devices}{of_all} x "
+        f"{cluster.device.name}{within}; reason: {MOTIVES.get(motive, motive)}"
+    )
+
+
+def split_verdict(spec: ModelSpec, cluster: Cluster, workload: Serve, found: SplitFound) -> str:
+    """Use these pools, in this ratio, and what they serve."""
+    split = found.best
+    of_all = f" of {cluster.devices}" if split.devices != cluster.devices else ""
+    judged = workload.tpot_s is not None or workload.ttft_s is not None
+    within = " within the targets" if judged else ""
+    return (
+        f"fits: {split.name} (ratio {split.prefill_workers}:{split.decode_workers}) serve "
+        f"{asked(replace(workload, concurrency=split.users))} of {spec.name} on {split.devices}{of_all} x "
+        f"{cluster.device.name}, {split.goodput / split.devices:,.0f} tokens/s/GPU{within}"
     )
 
 

@@ -13,6 +13,7 @@ from meshwright.plan.spread import rank_rows
 from meshwright.specs.layout import Layout, product
 from meshwright.specs.placement import Coordinate
 from meshwright.specs.rules import Rule
+from meshwright.specs.workload import Serve, Workload
 
 if TYPE_CHECKING:
     from meshwright.plan.training_time import TrainingTime
@@ -99,7 +100,7 @@ def memory_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     return out
 
 
-def cost_json(cost: Cost) -> dict[str, Any]:
+def cost_json(cost: Cost, work: Workload | None = None) -> dict[str, Any]:
     """Counts and lower bounds; ``predicted``: means with their intervals, percentiles and parts in seconds.
 
     ``predicted_step``: an optimizer step (training), with rates, exposed communication and parts.
@@ -113,6 +114,7 @@ def cost_json(cost: Cost) -> dict[str, Any]:
         "tpot_s": finite(time.tpot.json()),
         "tokens_per_s": finite(time.tokens_per_s.json()),
         "requests_per_s": time.requests_per_s,
+        "goodput_per_s": time.goodput(work.ttft_s, work.tpot_s) if isinstance(work, Serve) else time.requests_per_s,
         "running": time.running,
         "stable": time.stable,
         "ttft_percentiles_s": finite({f"p{n}": time.ttft_percentile(n) for n in (50, 90, 99)}),
@@ -148,7 +150,8 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "layout": layout_json(candidate.layout),
         "fits": candidate.fits,
         "worst": rank_json(candidate.memory.worst, plan.kind),
-        "cost": cost_json(candidate.cost),
+        "copies": candidate.copies,
+        "cost": cost_json(candidate.cost, plan.workload),
     }
     if isinstance(candidate.memory, ServeMemory):
         out["kv_cache_tokens"] = candidate.memory.kv_cache_tokens
@@ -158,6 +161,10 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 
 def search_json(plan: Plan) -> dict[str, Any] | None:
     """The search over arrays: how large its space was, the points that nothing beats, the most promising ones."""
+    if plan.served is not None:
+        from meshwright.report.serving import served_json
+
+        return served_json(plan.served)
     found = plan.searched
     if found is None:
         return None
@@ -198,6 +205,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "workload": plain(plan.workload),
         "settings": plain(plan.settings),
         "layout": layout_json(plan.layout) if plan.layout else None,
+        "copies": chosen.copies if chosen else 1,
         "legal": plan.legal,
         "fits": plan.fits,
         "fast_enough": plan.fast_enough,
@@ -205,7 +213,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "reasons": [plain(r) for r in plan.reasons],
         "memory": memory_json(plan, chosen) if chosen else None,
         "kv_cache_tokens": serve.kv_cache_tokens if serve else None,
-        "cost": cost_json(chosen.cost) if chosen else None,
+        "cost": cost_json(chosen.cost, plan.workload) if chosen else None,
         "alternatives": [{**candidate_json(plan, a.candidate), "lost_by": a.lost_by} for a in plan.alternatives],
         "rejected": [{"layout": layout_json(r.layout), "code": r.code, "reason": r.reason} for r in plan.rejected],
         "search": search_json(plan),

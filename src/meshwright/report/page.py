@@ -13,6 +13,7 @@ from meshwright.report.page_memory import memory
 from meshwright.report.page_parts import STYLE as STYLE
 from meshwright.report.page_parts import listing, script, table
 from meshwright.report.page_times import Times
+from meshwright.report.serving import cells, head, judged, layout_rows
 from meshwright.report.tables import ledger_rows
 from meshwright.specs.layout import product
 from meshwright.specs.units import gib
@@ -20,7 +21,10 @@ from meshwright.specs.units import gib
 
 def _choices(plan: Plan) -> str:
     parts = []
-    if plan.alternatives:
+    compared = [cells(row, judged(plan)) for row in layout_rows(plan)] if plan.kind == "serve" else []
+    if len(compared) > 1:
+        parts.append("<h2>Layouts side by side</h2>" + table(head(judged(plan)), compared, (6,)))
+    elif plan.alternatives:
         rows = [
             (product(a.candidate.layout), gib(a.candidate.memory.worst.total_bytes), a.lost_by)
             for a in plan.alternatives

@@ -33,8 +33,13 @@ MAX_POINTS = 14
 COLOURS = ("#c2554d", "#3b6fb6", "#4aa37a", "#c98a2b", "#8a63b0", "#3aa6a6", "#7b5b45", "#5a6376", "#b06a94")
 
 #: Roles that share a colour and an entry of the legend.
-OTHER_COLOURS = {"searched": "#5a6376", "does not fit": "#a9afba"}
-LEGEND = {"searched": "others that nothing beats in both", "does not fit": "does not fit"}
+OTHER_COLOURS = {"searched": "#5a6376", "pools": "#1d2330", "does not fit": "#a9afba"}
+LEGEND = {
+    "searched": "others that nothing beats in both",
+    "pools": "prefill and decode pools, by ratio",
+    "does not fit": "does not fit",
+}
+SYMBOLS = {"chosen": "star", "runner-up": "diamond", "searched": "circle", "pools": "square"}
 
 
 class Point(NamedTuple):
@@ -47,8 +52,8 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A layout: its name, its role (``chosen``, ``runner-up``, ``searched``: on the front of the whole search, ``does
-    not fit``), why it lost, its own point, its curve."""
+    """A layout: its name, its role (``chosen``, ``runner-up``, ``searched``: on the front of the whole search,
+    ``pools``: two layouts, ``does not fit``), why it lost, its own point, its curve."""
 
     name: str
     role: str
@@ -66,8 +71,11 @@ def loads(most: int, least: int) -> list[int]:
 
 
 def serving_curves(plan: Plan) -> list[Curve]:
-    """The chosen layout and the others, each over the requests that its caches hold."""
+    """The chosen layout and the others, each over the requests that its caches hold; points of the whole search that
+    nothing beats, and separate pools."""
     settings, found = plan.settings or ServeSettings(), []
+    if plan.served is not None and plan.served.ranked:
+        settings = plan.served.ranked[0].ctx.settings  # those of the plan limit the requests to the chosen load
     for candidate, role, why in _candidates(plan):
         work, memory = candidate.workload or plan.workload, candidate.memory
         predicted = candidate.cost.predicted
@@ -83,8 +91,24 @@ def serving_curves(plan: Plan) -> list[Curve]:
         own = Point(predicted.tpot.value * 1e3, predicted.tokens_per_s.value / world, inside)
         found.append(Curve(product(candidate.layout), role, why, own, tuple(points)))
     if isinstance(plan.workload, Serve):
+        found += _searched_serving(plan, plan.workload, {curve.name for curve in found})
         found += _unfit_serving(plan, plan.workload, settings)
     return found
+
+
+def _searched_serving(plan: Plan, work: Serve, known: set[str]) -> Iterable[Curve]:
+    """Points of the front of other layouts, and the best pools in every ratio."""
+    if plan.served is None:
+        return
+    for probe, at in plan.served.front:
+        name = product(probe.layout)
+        if name not in known:
+            own = Point(at.tpot_s * 1e3, at.tokens_s_device, at.requests)
+            yield Curve(name, "searched", f"first token {at.ttft_s * 1e3:,.0f} ms", own)
+    for split in plan.served.split.ratios if plan.served.split is not None else ():
+        rate = split.users * work.osl / (split.ttft_s + max(work.osl - 1, 1) * split.tpot_s) / split.devices
+        why = f"first token {split.ttft_s * 1e3:,.0f} ms, {split.waiting:.0%} of it waiting"
+        yield Curve(split.name, "pools", why, Point(split.tpot_s * 1e3, rate, split.users))
 
 
 def _unfit_serving(plan: Plan, work: Serve, settings: ServeSettings) -> Iterable[Curve]:
@@ -215,7 +239,7 @@ def _draw(figure: Any, plan: Plan, curve: Curve, colour: str, curves: Sequence[C
             customdata=[_hover(plan, curve, p) for p in curve.points], hovertemplate="%{customdata}<extra></extra>",
         )  # fmt: skip
     chosen = curve.role == "chosen"
-    symbol = {"chosen": "star", "runner-up": "diamond", "searched": "circle"}.get(curve.role, "x")
+    symbol = SYMBOLS.get(curve.role, "x")
     last = [c for c in curves if c.role == curve.role][-1]
     figure.add_scatter(
         x=[curve.own.x], y=[curve.own.y], mode="markers", legendgroup=curve.name if named else curve.role,

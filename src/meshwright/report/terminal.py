@@ -17,6 +17,7 @@ from meshwright.plan.plan import Alternative, Candidate, Plan
 from meshwright.plan.serving_time import ServingTime
 from meshwright.specs.layout import product
 from meshwright.specs.units import GIB, binary, gib
+from meshwright.specs.workload import Serve
 
 if TYPE_CHECKING:
     from meshwright.plan.strategies import StrategyRow
@@ -150,7 +151,7 @@ def step_line(time: TrainingTime) -> str:
     )
 
 
-def _alternatives(rows: Iterable[Alternative], kind: str) -> Table:
+def _alternatives(rows: Iterable[Alternative]) -> Table:
     made = table("Other layouts that work", "worst rank", "left", "compared")
     made.columns[3].justify = "left"
     made.columns[3].no_wrap = False
@@ -175,26 +176,59 @@ def show_plan(plan: Plan, out: Console | None = None, *, title: str = "") -> Non
         where = f" ({rule.where})" if rule.where else ""
         said = f"{rule.severity}: {rule.message}{where}"
         out.print(escape(f"way out: {rule.way_out}" if said == plan.verdict else f"{said}; {rule.way_out}"))
-    if plan.chosen is not None:
+    if plan.kind == "serve":
+        _show_layouts(plan, out)
+    show_detail(plan, out)
+
+
+def _show_layouts(plan: Plan, out: Console) -> None:
+    """Layouts side by side by predicted figures."""
+    from meshwright.report.serving import cells, head, judged, layout_rows
+
+    within = judged(plan)
+    rows = [cells(row, within) for row in layout_rows(plan)]
+    if not rows:
+        return
+    made = table(*head(within))
+    made.columns[-1].justify = "left"
+    made.columns[-1].no_wrap = made.columns[0].no_wrap = False
+    made.columns[0].max_width = 30
+    for row in rows:
+        made.add_row(*(escape(cell) for cell in row))
+    out.print()
+    out.print(made)
+
+
+def show_split(plan: Plan, prefill: Plan, out: Console | None = None) -> None:
+    """Print the plan of two pools: verdict, ratios of workers, layouts side by side, then each side."""
+    from meshwright.report.serving import RATIO_HEAD, ratio_rows
+
+    out = out or console()
+    out.print(escape(plan.verdict), style="bold green" if plan.ok and prefill.ok else "bold red")
+    found = plan.served.split if plan.served is not None else None
+    if found is not None and isinstance(plan.workload, Serve):
+        made = table(*RATIO_HEAD)
+        for row in ratio_rows(found, plan.workload.osl):
+            made.add_row(*(escape(cell) for cell in row))
         out.print()
-        out.print(memory_table(plan, plan.chosen))
-        if isinstance(plan.chosen.memory, ServeMemory):
-            out.print(escape(_capacity_line(plan.chosen.memory)))
-        if plan.chosen.cost.predicted is not None:
-            out.print()
-            out.print(speed_table(plan.chosen.cost.predicted))
-            out.print(escape(speed_line(plan.chosen.cost.predicted)))
-        if plan.chosen.cost.predicted_step is not None:
-            out.print()
-            out.print(step_table(plan.chosen.cost.predicted_step))
-            out.print(escape(step_line(plan.chosen.cost.predicted_step)))
-    if plan.reasons:
-        out.print("\n[bold]Why[/bold]")
-        for reason in plan.reasons:
-            out.print(escape(f"- {reason.text}"))
-    if plan.alternatives:
+        out.print(made)
+    for side, name in ((prefill, "Prefill worker"), (plan, "Decode worker")):
+        out.print(f"\n[bold]{name}[/bold]: {escape(product(side.layout) if side.layout else '')}", end="")
+        _show_memory(side, out)
+    _show_speed(plan, out)
+    _show_reasons(plan, out)
+    _show_commands(plan, out)
+    _show_notes(plan, out)
+
+
+def show_detail(plan: Plan, out: Console) -> None:
+    """Memory, speed, reasons, what was rejected, what to type."""
+    _show_memory(plan, out)
+    _show_speed(plan, out)
+    _show_reasons(plan, out)
+    if plan.alternatives and plan.kind == "train":
         out.print()
-        out.print(_alternatives(plan.alternatives, plan.kind))
+        out.print(_alternatives(plan.alternatives))
     if plan.rejected:
         out.print()
         made = table("Rejected", "because")
@@ -204,6 +238,40 @@ def show_plan(plan: Plan, out: Console | None = None, *, title: str = "") -> Non
             made.add_row(product(rejected.layout), escape(rejected.reason))
         out.print(made)
     _show_commands(plan, out)
+    _show_notes(plan, out)
+
+
+def _show_memory(plan: Plan, out: Console) -> None:
+    if plan.chosen is None:
+        return
+    out.print()
+    out.print(memory_table(plan, plan.chosen))
+    if isinstance(plan.chosen.memory, ServeMemory):
+        out.print(escape(_capacity_line(plan.chosen.memory)))
+
+
+def _show_speed(plan: Plan, out: Console) -> None:
+    if plan.chosen is None:
+        return
+    served, step = plan.chosen.cost.predicted, plan.chosen.cost.predicted_step
+    if served is not None:
+        out.print()
+        out.print(speed_table(served))
+        out.print(escape(speed_line(served)))
+    if step is not None:
+        out.print()
+        out.print(step_table(step))
+        out.print(escape(step_line(step)))
+
+
+def _show_reasons(plan: Plan, out: Console) -> None:
+    if plan.reasons:
+        out.print("\n[bold]Why[/bold]")
+        for reason in plan.reasons:
+            out.print(escape(f"- {reason.text}"))
+
+
+def _show_notes(plan: Plan, out: Console) -> None:
     if plan.notes:
         out.print("\n[bold]Assumed[/bold]")
         for note in plan.notes:
