@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from meshwright.cli.parse import in_range, seconds
+from meshwright.cli.parse import in_range, one_of, seconds
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,6 +40,15 @@ def prove(
     ),
     ranks: str | None = typer.Option(None, "--ranks", help="With --dry: ranks to run, 0,5,517; default: every kind."),
     timing: bool = typer.Option(True, "--time/--no-time", help="Also measure the steps of what is proven."),
+    train: bool = typer.Option(False, "--train", help="Prove an optimizer step instead of a generation."),
+    seq: int | None = typer.Option(None, "--seq", help="With --train: tokens of a sequence; default: 24."),
+    global_batch: int | None = typer.Option(
+        None, "--global-batch", help="With --train: sequences of a step; default: 2 micro-batches a stage and replica."
+    ),
+    steps: int | None = typer.Option(None, "--steps", help="With --train: optimizer steps; default: 1."),
+    recompute: str | None = typer.Option(None, "--recompute", help="With --train: none, selective or full."),
+    optimizer: str | None = typer.Option(None, "--optimizer", help="With --train: adamw or sgd."),
+    schedule: str | None = typer.Option(None, "--schedule", help="With --train: as schedule= of the layout."),
     out: Path | None = _OUT,
     timeout: str = typer.Option("300s", "--timeout", help="Bound on each run."),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
@@ -48,7 +57,7 @@ def prove(
     from meshwright.cli.run import _ids, _need_torch
 
     if mutate == "list":
-        _list()
+        _list(train)
         return
     if model is None or layout is None:
         raise InputError("prove needs a folder and a layout: meshwright prove FOLDER --layout tp=2,pp=2")
@@ -57,6 +66,25 @@ def prove(
         in_range(new_tokens, "--new-tokens", 1, MAX_TOKENS)
     limit_s = seconds(timeout, "--timeout")
     _need_torch()
+    asked: dict[str, object] = {
+        "seq": seq,
+        "global_batch": global_batch,
+        "steps": steps,
+        "recompute": recompute,
+        "optimizer": optimizer,
+        "schedule": schedule,
+    }
+    if train:
+        given = {
+            "--dry": dry,
+            "--prompt-ids": prompt_ids,
+            "--chunk": chunk,
+            "--ranks": ranks,
+            "--new-tokens": new_tokens,
+        }
+        _refuse(given, "with --train: a step of training has whole sequences (--seq) on every rank; leave it out")
+        _train(model, layout, asked, seed, mutate, out, limit_s, as_json)
+    _refuse({f"--{name.replace('_', '-')}": value for name, value in asked.items()}, "without --train")
     if dry:
         if prompt_ids:
             raise InputError("--prompt-ids with --dry: a dry-run has no numbers, so ids do not matter; give --tokens")
@@ -89,6 +117,43 @@ def prove(
         typer.echo(json.dumps(proofs.as_json(proof), indent=2))
     else:
         _show(proof)
+    raise typer.Exit(0 if proof.proven else 1)
+
+
+def _refuse(given: dict[str, object], why: str) -> None:
+    """Say that an option that was given has no meaning here."""
+    for flag, value in given.items():
+        if value:
+            raise InputError(f"{flag} {why}")
+
+
+def _train(
+    model: Path,
+    layout: str,
+    asked: dict[str, object],
+    seed: int,
+    mutate: str | None,
+    out: Path | None,
+    limit_s: float,
+    as_json: bool,
+) -> NoReturn:
+    """The proof of training, and the exit code."""
+    from meshwright.prove import train
+    from meshwright.prove.proof import write_ledgers
+    from meshwright.specs.layout import parse_layout
+
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    for name, allowed in (("recompute", train.RECOMPUTE), ("optimizer", train.OPTIMIZERS)):
+        one_of(given.get(name), f"--{name}", allowed)
+    schedule = given.pop("schedule", None)
+    wanted = parse_layout(f"{layout},schedule={schedule}" if schedule else layout)
+    proof = train.prove_training(model, wanted, seed=seed, mutate=mutate, timeout_s=limit_s, say=_say, **given)
+    if out is not None:
+        write_ledgers(proof, out)
+    if as_json:
+        typer.echo(json.dumps(train.as_json(proof), indent=2))
+    else:
+        _show(proof, more=proof.line)
     raise typer.Exit(0 if proof.proven else 1)
 
 
@@ -139,15 +204,16 @@ def _say(text: str) -> None:
     typer.echo(f"... {text}", err=True)
 
 
-def _list() -> None:
+def _list(train: bool) -> None:
     from meshwright.runtime.mutate import MUTATIONS
+    from meshwright.runtime.mutate_train import TRAIN_MUTATIONS
 
-    for name, mutation in MUTATIONS.items():
+    for name, mutation in (TRAIN_MUTATIONS if train else MUTATIONS).items():
         typer.echo(f"{name:28}{mutation.says}")
 
 
-def _show(proof: Proof, note: str | None = None) -> None:
-    """Verdict, first difference, table."""
+def _show(proof: Proof, note: str | None = None, more: str = "") -> None:
+    """Verdict, first difference, table, and a line more."""
     from rich.markup import escape
 
     from meshwright.report.terminal import console, table
@@ -163,6 +229,8 @@ def _show(proof: Proof, note: str | None = None) -> None:
     for c in proof.checks:
         rows.add_row(c.what, c.compared, "nothing" if c.ok else f"{c.differs:,}", c.worst)
     out.print(rows)
+    if more:
+        out.print(escape(more), soft_wrap=True)
     if proof.timing is not None:
         line = proof.timing if isinstance(proof.timing, str) else proof.timing.line
         out.print(escape(line), soft_wrap=True)

@@ -129,7 +129,12 @@ def _exact(c: Context, kind: Kind, m: Moe, moved: Exchange) -> list[Op]:
     shared = sorted(of["shared_expert"], key=lambda p: p.op in OUT_OPS)
     cut = any(p.cut for p in shared if p.op in OUT_OPS)
     end = _sum(c, r, any(p.cut for p in of["expert"]), not cut)
-    ops = c.enter("experts input") if not r.sliced else c.enter("shared experts input") if cut else []
+    piece = (parts(c.tokens, c.layout.tp), c.hidden)
+    if not r.sliced:
+        ops = c.enter("experts input")
+    else:
+        ops = [] if c.sp else c.mark(collective("all_gather", "experts input", "tp", c.layout.tp, piece, c.dtype))
+        ops += c.enter("shared experts input") if cut else []
     ops += [c.product(p, sum(moved.sent) // m.topk) for p in _routers(c, of["router"])]
     ops += visit_ops(c, kind, moved)
     return ops + [c.product(p, c.tokens) for p in shared] + end
@@ -141,14 +146,17 @@ def _routers(c: Context, products: Sequence[Product]) -> list[Product]:
 
 
 def visit_ops(c: Context, kind: Kind, moved: Exchange) -> list[Op]:
-    """Rows to the experts of this rank, through them and back: all that a pass without own tokens does."""
+    """Rows to the experts of this rank, through them and back: all that a pass without own tokens does.
+
+    An expert without rows multiplies nothing, but in training it takes part, so that it has a gradient.
+    """
     travels = routing(c).feeders > 1
     experts = sorted((p for p in kind.products if p.role == "expert"), key=lambda p: p.op in OUT_OPS)
     ops = _sent(c, moved) if travels else []
     for rows in moved.rows:
-        ops += [_of_one(c, p, rows) for p in experts if rows]
+        ops += [_of_one(c, p, rows) for p in experts if rows or c.marks]
     if travels:
-        ops.append(_all_to_all(c, "tokens combine", moved.received_rows, (c.hidden,), c.dtype, moved.index))
+        ops.append(exchanged(c, "tokens combine", moved.received_rows, (c.hidden,), c.dtype, moved.index))
     return ops
 
 
@@ -161,12 +169,12 @@ def _sent(c: Context, moved: Exchange) -> list[Op]:
     """How many rows come for each expert, as 64-bit numbers, then the rows."""
     held = [high - low for low, high in dealt(len(moved.sent), len(moved.received))]
     return [
-        _all_to_all(c, "expert counts", held, (), "i64", moved.index),
-        _all_to_all(c, "tokens dispatch", moved.sent_rows, (c.hidden,), c.dtype, moved.index),
+        exchanged(c, "expert counts", held, (), "i64", moved.index),
+        exchanged(c, "tokens dispatch", moved.sent_rows, (c.hidden,), c.dtype, moved.index),
     ]
 
 
-def _all_to_all(c: Context, name: str, rows: Sequence[int], width: Shape, dtype: str, index: int) -> Op:
+def exchanged(c: Context, name: str, rows: Sequence[int], width: Shape, dtype: str, index: int) -> Op:
     """An uneven exchange over ep: ``rows`` to every member; what a rank keeps is not sent."""
     each = width[0] if width else 1
     splits = tuple(n * each for n in rows)

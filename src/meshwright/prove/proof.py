@@ -208,14 +208,14 @@ def prove(
     return proof
 
 
-def legal(spec: ModelSpec, layout: Layout) -> Placement:
-    """The placement, when the rules of the own engine and what the runtime computes allow it.
+def legal(spec: ModelSpec, layout: Layout, check: Callable[[ModelSpec, Layout], None] = check_runnable) -> Placement:
+    """The placement, when the rules of the own engine and what the runtime computes (``check``) allow it.
 
     Raises:
         IllegalLayoutError: both numbers and the way out. InputError: a model that the runtime does not compute.
     """
     placement = place(spec, layout, engines.profile(ENGINE))
-    check_runnable(spec, layout)
+    check(spec, layout)
     if layout.world > MAX_LOCAL_RANKS:
         raise IllegalLayoutError(
             f"layout {layout} has {layout.world} ranks; a proof starts at most {MAX_LOCAL_RANKS} processes on this "
@@ -337,7 +337,7 @@ def bytes_check(predicted: Ledger, recorded: Ledger, term: str) -> Check:
     result = compare_holdings(predicted, recorded, (term,))
     held = sum(h.bytes for h in recorded.holdings if h.term == term)
     far = max((abs(int(d.recorded) - int(d.predicted)) for d in result.differences if d.stream == term), default=0)
-    name = {"weights": "bytes of weights", "kv_cache": "bytes of KV cache"}[term]
+    name = {"kv_cache": "bytes of KV cache", "optimizer": "bytes of optimizer state"}.get(term, f"bytes of {term}")
     first = str(result.first) if result.first else None
     return Check(name, f"{held:,} on {result.ranks} ranks", result.total, f"{far:,} bytes", first)
 

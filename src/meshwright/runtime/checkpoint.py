@@ -42,7 +42,7 @@ def load(
         try:
             with safe_open(str(path), framework="pt", device="cpu") as opened:
                 for name, shard in rows:
-                    piece = _slice(opened.get_slice(name), shard)
+                    piece = cut(opened.get_slice(name), shard)
                     # A slice is a view of the mapped file: the copy reads it, and holds no more than it needs.
                     kept = element_type(shard.family, model.spec, dtype)
                     out[name] = torch.empty(piece.shape, dtype=kept, device=device).copy_(piece)
@@ -68,9 +68,9 @@ def element_type(family: TensorFamily, spec: ModelSpec, dtype: torch.dtype) -> t
     return torch.float32 if family.dtype == "f32" != spec.dtype and dtype != torch.float64 else dtype
 
 
-def _slice(stored: Any, shard: Shard) -> Tensor:
-    """The intervals of one tensor; several of one dimension are joined."""
-    pieces = [stored[tuple(slice(a, b) for a, b in cut)] for cut in product(*shard.intervals)]
+def cut(stored: Any, shard: Shard) -> Tensor:
+    """The intervals of one stored tensor that a shard is; several of one dimension are joined."""
+    pieces = [stored[tuple(slice(a, b) for a, b in box)] for box in product(*shard.intervals)]
     if len(pieces) == 1:
         return pieces[0]  # type: ignore[no-any-return]
     split = [d for d, cuts in enumerate(shard.intervals) if len(cuts) > 1]

@@ -115,4 +115,4 @@ def _operands(name: str, args: Sequence[Any], out: Tensor) -> tuple[Shape, Shape
         return (left, right) if len(right) > 1 else (left, (*right, 1))
     x: Tensor = args[0]
     k, n = x.shape[-1], out.shape[-1]
-    return (x.numel() // max(1, k), k), (k, n)
+    return (prod(x.shape[:-1]), k), (k, n)

@@ -275,11 +275,14 @@ def _end(entry: Entry) -> None:
 
 
 def _axes_by_ranks(placement: Placement | None, rank: int) -> dict[frozenset[int], str]:
-    """Axis of the group with just these ranks, for the axes with more than one."""
+    """Axis of the group with just these ranks, for the axes with more than one; ``world`` for all ranks."""
     if placement is None:
         return {}
     at = placement.coordinate(rank)
-    return {frozenset(placement.group(axis, at)): axis for axis in AXES if getattr(placement.layout, axis) > 1}
+    everyone = {frozenset(range(placement.layout.world)): "world"}
+    return everyone | {
+        frozenset(placement.group(axis, at)): axis for axis in AXES if getattr(placement.layout, axis) > 1
+    }
 
 
 def write(recorder: Recorder, path: str | Path) -> None:
