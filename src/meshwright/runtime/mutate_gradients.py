@@ -113,12 +113,15 @@ def _every_bias(mesh: Mesh) -> list[Any]:
     """Every rank of tp adds a bias before the sum."""
     from meshwright.runtime.train import edges
 
-    original = edges.TrainEdges.leave
+    def wrong(original: Any) -> Any:
+        def leave(self: Any, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
+            out: Tensor = original(self, x if bias is None else x + bias, name)
+            return out
 
-    def leave(self: Any, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
-        return original(self, x if bias is None else x + bias, name)
+        return leave
 
-    return [mock.patch.object(edges.TrainEdges, "leave", leave)]
+    classes = (edges.TrainEdges, edges.TrainSequenceEdges)
+    return [mock.patch.object(edge, "leave", wrong(edge.leave)) for edge in classes]
 
 
 def _own_rows(_: Mesh) -> list[Any]:

@@ -3,7 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -52,21 +52,24 @@ class Work:
 
 @dataclass
 class Found:
-    """Loss (mean over valid tokens), gradients by checkpoint name, what routers counted."""
+    """Loss (mean over valid tokens), gradients and untrained states by checkpoint name, balancing loss, and names of
+    parameters that had no gradient."""
 
     loss: float
     gradients: dict[str, Tensor]
-    counts: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
     aux: float = 0.0
     missing: list[str] = field(default_factory=list)
 
 
-def work(folder: Path, layout: str, *, batch: int = 4, seq: int = 12, seed: int = 5, **rest: Any) -> Work:
-    """A random batch; a few labels do not count."""
+def work(folder: Path, layout: str, *, batch: int = 4, seq: int = 13, seed: int = 5, **rest: Any) -> Work:
+    """A random batch; a few labels do not count, and none of the last sequence's."""
     model = read_folder(folder)
     ids = torch.randint(0, model.spec.vocab, (batch, seq), generator=torch.Generator().manual_seed(seed))
     labels = shifted(ids, rest.get("documents"))
     labels[0, :3] = -100
+    if batch > 2:
+        labels[-1] = -100
     return Work(model, layout, ids, labels, **rest)
 
 
@@ -108,10 +111,11 @@ def run(mesh: Mesh, chunk: TrainChunk, job: Work) -> Found:
     missing = [name for name, p in chunk.weights().items() if p.grad is None]
     reduce_gradients(mesh, chunk)
     all_reduce(total, data)
-    aux = all_reduce(chunk.aux.double(), data)
+    aux = all_reduce(all_reduce(chunk.aux.double(), data), mesh.group("tp"))
     gradients = {name: p.grad for name, p in chunk.weights().items() if p.grad is not None}
-    counts = {layer: router.counts.rows_E for layer, router in chunk.routers.items()}
-    return Found(float(total), gradients, counts, float(aux), missing)
+    chunk.move_biases(job.balance.rate)
+    states = {name: x.clone() for name, x in chunk.states().items()}
+    return Found(float(total), gradients, states, float(aux), missing)
 
 
 def reduce_gradients(mesh: Mesh, chunk: TrainChunk) -> None:
@@ -126,23 +130,35 @@ def reduce_gradients(mesh: Mesh, chunk: TrainChunk) -> None:
         all_reduce(p.grad, mesh.group("edp" if name in experts else "dp+cp"))
 
 
-def on_ranks(job: Work, timeout_s: float = 90.0) -> Found:
-    """Run a layout: gradients are assembled from the slices; copies must agree."""
-    results: list[Found] = run_local(on_rank, job.placement.layout.world, (job,), timeout_s)
-    whole, seen = {}, {}
+def on_rank_all(rank: int, jobs: Sequence[Work]) -> list[Found]:
+    """Several works in the same processes."""
+    return [on_rank(rank, job) for job in jobs]
+
+
+def on_ranks(jobs: Sequence[Work], timeout_s: float = 180.0) -> list[list[Found]]:
+    """By work, what every rank found; all works have the same number of ranks."""
+    (world,) = {job.placement.layout.world for job in jobs}
+    results = run_local(on_rank_all, world, (list(jobs),), timeout_s)
+    return [[rank[number] for rank in results] for number in range(len(jobs))]
+
+
+def joined(job: Work, results: Sequence[Found]) -> Found:
+    """Whole gradients from the slices of all ranks; copies must agree."""
+    whole: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
     for rank, found in enumerate(results):
-        assert abs(found.loss - results[0].loss) < 1e-9 * abs(found.loss) + 1e-12
+        assert abs(found.loss - results[0].loss) <= 1e-9 * abs(found.loss), "losses of the ranks differ"
         for name, shard in own(job.placement, job.placement.coordinate(rank)):
             if name not in found.gradients:
                 continue
             full = whole.setdefault(name, torch.zeros(shard.family.shape, dtype=torch.float64))
             known = seen.setdefault(name, torch.zeros(shard.family.shape, dtype=torch.bool))
             for cut, piece in pieces(shard.intervals, found.gradients[name].double()):
-                worst = ((full[cut] - piece) * known[cut]).abs().max() if piece.numel() else 0
-                assert worst <= 1e-6 * piece.abs().max() + 1e-12, f"copies of {name} differ by {worst}"
+                worst = float(((full[cut] - piece) * known[cut]).abs().max()) if piece.numel() else 0.0
+                assert worst <= 1e-6 * float(full[cut].abs().max()) + 1e-12, f"copies of {name} differ by {worst}"
                 full[cut], known[cut] = piece, True
     assert all(bool(known.all()) for known in seen.values())
-    return replace(results[0], gradients=whole, missing=sorted({n for r in results for n in r.missing}))
+    return replace(results[0], gradients=whole, missing=sorted({name for r in results for name in r.missing}))
 
 
 def pieces(intervals: Sequence[Sequence[tuple[int, int]]], x: Tensor) -> Any:
@@ -188,6 +204,9 @@ def assert_same(found: Found, want: Found, most: float = 1e-5) -> None:
     bad = {name: x for name, x in off.items() if not x <= most}
     assert not bad, bad
     assert not found.missing, found.missing
+    assert abs(found.aux - want.aux) <= most * abs(want.aux), (found.aux, want.aux)
+    for name, state in want.states.items():
+        assert torch.equal(found.states[name], state), name
 
 
 def transformers(job: Work, dtype: torch.dtype = torch.float64) -> Found:
@@ -201,8 +220,22 @@ def transformers(job: Work, dtype: torch.dtype = torch.float64) -> Found:
     logits = model(job.ids, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), job.labels.flatten(), ignore_index=-100)
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {}
+    for name, p in model.named_parameters():
+        gradients |= _stored(job.model, name, p.grad) if p.grad is not None else {}
     return Found(float(loss.detach()), gradients)
 
 
-Mapped = Callable[[Mapping[str, Tensor], Found], dict[str, Tensor]]
+def _stored(model: Model, name: str, x: Tensor) -> dict[str, Tensor]:
+    """Under the names of the checkpoint, where transformers stacks experts in one tensor."""
+    if name in model.stored:
+        return {name: x}
+    old = model.spec.name == "mixtral"
+    ops = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
+    base = name.replace(".mlp.", ".block_sparse_moe.") if old else name
+    if not base.endswith("_proj"):
+        return {base: x}
+    front, _, op = base.rpartition(".")
+    gate, up = x.chunk(2, dim=1) if op == "gate_up_proj" else (x, x)
+    parts = ((ops[0], gate), (ops[1], up)) if op == "gate_up_proj" else ((ops[2], x),)
+    return {f"{front}.{i}.{o}.weight": part[i] for o, part in parts for i in range(x.shape[0])}

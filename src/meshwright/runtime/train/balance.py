@@ -123,7 +123,9 @@ def _probabilities(scores_TE: Tensor, score: str) -> Tensor:
 def train_router(router: Router, balance: Balance, mesh: Mesh, *, sliced: bool) -> TrainRouter:
     """The router of a layer, for training; ``sliced``: every rank of tp routes a slice of the tokens."""
     tp, experts, device = mesh.group("tp"), router.gate.weight.shape[0], mesh.device
-    counts = Counts(torch.zeros(experts, dtype=torch.int64, device=device), torch.zeros((), device=device))
+    counts = Counts(
+        torch.zeros(experts, dtype=torch.int64, device=device), torch.zeros((), dtype=torch.float64, device=device)
+    )
     data = (mesh.group("dp+cp"), tp) if sliced else (mesh.group("dp+cp"),)
     copies = 1 if sliced else tp.size
     return TrainRouter(router.gate, router.correction, router.how, router.choices, balance, counts, data, copies)

@@ -30,7 +30,7 @@ from meshwright.runtime.models.layers import DecoderLayer, build_layer
 from meshwright.runtime.models.moe import MixtureOfExperts
 from meshwright.runtime.models.parts import Norm, Step, layer_weights
 from meshwright.runtime.models.rope import frequencies, turns
-from meshwright.runtime.models.settings import Settings
+from meshwright.runtime.models.settings import Settings, check_runnable
 from meshwright.runtime.parallel.expert import AllToAll
 from meshwright.runtime.parallel.tensor import Edges
 from meshwright.runtime.train.attend import TrainStep
@@ -346,11 +346,12 @@ def build_chunks(
         balance: how experts are kept busy.
 
     Raises:
-        InputError: another recompute, or a model that the runtime does not train.
+        InputError, IllegalLayoutError: another recompute, or what ``settings.check_runnable`` refuses.
     """
     if recompute not in RECOMPUTE:
         raise InputError(f"recompute {recompute[:20]!r}; choose from {', '.join(RECOMPUTE)}")
     placement, at = mesh.placement, mesh.coordinate
+    check_runnable(placement.spec, placement.layout.with_(zero=0, virtual=1))
     held: dict[str, tuple[Tensor, Shard]] = {}
     for name, shard in own(placement, at):
         weight = weights[name]
