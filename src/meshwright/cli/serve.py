@@ -17,7 +17,15 @@ _MODEL = typer.Argument(help="Folder with config.json and safetensors weights.")
 
 def serve(
     model: Path = _MODEL,
-    layout: str = typer.Option("tp=1", "--layout", help="Degrees: tp=2,pp=2; dp=2 are replicas behind one address."),
+    layout: str | None = typer.Option(
+        None, "--layout", help="Degrees: tp=2,pp=2; dp=2 are replicas behind one address."
+    ),
+    prefill: str | None = typer.Option(
+        None, "--prefill", help="Layout of ranks that compute prompts only; with --decode."
+    ),
+    decode: str | None = typer.Option(None, "--decode", help="Layout of ranks that decode what --prefill hands over."),
+    launch: str = typer.Option("local", "--launch", help="local, or ray: ranks on a Ray cluster, tp inside nodes."),
+    ray_address: str | None = typer.Option(None, "--address", help="Of the Ray cluster; auto: the one around."),
     host: str = typer.Option("127.0.0.1", "--host", help="Address to listen on; loopback unless told otherwise."),
     port: int = typer.Option(8000, "--port", help="Port to listen on; 0: a free one."),
     name: str | None = typer.Option(None, "--name", help="Name of the model in the API; default: its folder's."),
@@ -46,19 +54,26 @@ def serve(
         in_range(1 if value is None else value, flag, 1, MAX_TOKENS)
     one_of(dtype, "--dtype", ("bf16", "f16", "f32"))
     one_of(device, "--device", ("cpu", "cuda"))
+    one_of(launch, "--launch", ("local", "ray"))
+    if (prefill is None) != (decode is None) or (prefill is not None and layout is not None):
+        raise InputError("give --layout, or both --prefill and --decode")
     _need()
     from meshwright import engines
     from meshwright.runtime.serve.api.main import Address, key_from, run
-    from meshwright.runtime.serve.setup import Wishes, engine_config
+    from meshwright.runtime.serve.setup import Wishes, engine_config, on_ray
 
     wishes = Wishes(
         dtype, device, max_sequences, max_batch_tokens, max_len, max_queue, cache_tokens, block_size, prefix_cache,
         restarts,
     )  # fmt: skip
-    config = engine_config(model, layout, engines.profile("meshwright"), wishes)
+    first = prefill or layout or "tp=1"
+    config = engine_config(model, first, engines.profile("meshwright"), wishes, decode)
+    if launch == "ray":
+        config = on_ray(config, ray_address)
     address = Address(host, port, name or "", key_from(api_key))
-    world, tokens = config.placement.layout.world, config.blocks * config.block_size
-    said = f"{config.placement.spec.name} under {layout} on {world} rank{'s' * (world > 1)}"
+    world, tokens = config.world, config.blocks * config.block_size
+    under = f"{first} for prefill and {decode} for decode" if decode else first
+    said = f"{config.placement.spec.name} under {under} on {world} rank{'s' * (world > 1)}"
     typer.echo(f"{said}: loading; cache of {tokens:,} tokens a replica, at most {config.limits.length:,} a request")
     run(config, address, lambda where: typer.echo(f"serving at {where}/v1 (Ctrl-C ends it)"))
 

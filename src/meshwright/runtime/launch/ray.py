@@ -71,6 +71,20 @@ def run_ray(
             ray.shutdown()
 
 
+def join(address: str | None, world: int) -> str:
+    """Join the cluster and stay in it; the address of this node.
+
+    Raises:
+        InputError: Ray is not installed, or the cluster cannot be reached.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise InputError("--launch ray needs the package ray: pip install 'meshwright[ray]'")
+    import ray
+
+    _connect(ray, address, world)
+    return str(ray.util.get_node_ip_address())
+
+
 def nodes(world: int, placement: Placement | None) -> list[tuple[int, ...]]:
     """Ranks that must lie on one node: every tp group; without a placement every rank alone."""
     if placement is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from meshwright.errors import InputError, MeshwrightError
@@ -34,7 +34,7 @@ class EngineConfig:
 
     Attributes:
         model: checkpoint. placement: of its model. dtype, device: of weights and activations.
-        blocks, block_size: cache of each replica. limits: of each replica's scheduler.
+        blocks, block_size: cache of each replica. limits: of each replica's scheduler (depth: stages).
         prefix: equal beginnings share blocks. host: address at which ranks find the scheduler.
         restarts: how often ranks may be started anew. launch: how they are.
         decode: placement of ranks of their own that decode what the others have prefilled; None: all do both.
@@ -105,7 +105,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.pool = Pool(config.placement, self.scheduler(Scheduler))
+        self.pool = Pool(config.placement, self.scheduler(Scheduler, config.placement))
         self.tickets: dict[int, Ticket] = {}
         self._numbers = 0
         self._failed: MeshwrightError | None = None
@@ -122,10 +122,11 @@ class Engine:
             failed=self._fail,
         )
 
-    def scheduler(self, kind: type[Scheduler]) -> Callable[[], Scheduler]:
-        """Makes schedulers with the configured cache and limits."""
+    def scheduler(self, kind: type[Scheduler], placement: Placement) -> Callable[[], Scheduler]:
+        """Makes schedulers with the configured cache and limits; as many passes under way as there are stages."""
         c = self.config
-        return lambda: kind(BlockPool(c.blocks, c.block_size, prefix=c.prefix), c.limits)
+        limits = replace(c.limits, depth=placement.layout.pp)
+        return lambda: kind(BlockPool(c.blocks, c.block_size, prefix=c.prefix), limits)
 
     @property
     def schedulers(self) -> list[Scheduler]:
@@ -216,9 +217,7 @@ class Engine:
 
     def _job(self, control: Control) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         c = self.config
-        job = ServeJob(
-            c.model, c.placement, c.dtype, c.device, c.blocks, c.block_size, c.limits.depth, control, c.decode, c.record
-        )
+        job = ServeJob(c.model, c.placement, c.dtype, c.device, c.blocks, c.block_size, control, c.decode, c.record)
         return serve_rank, (job,)
 
     def _lost(self) -> None:

@@ -16,7 +16,7 @@ class ServeJob:
 
     Attributes:
         model, placement, dtype, device: as of a generation.
-        blocks, block_size: of the cache. depth: passes under way.
+        blocks, block_size: of the cache.
         control: where the engine is found.
         decode: placement of the ranks that decode only; they follow those of ``placement`` in the world.
         record: record what is sent.
@@ -28,7 +28,6 @@ class ServeJob:
     device: str
     blocks: int
     block_size: int
-    depth: int
     control: Control
     decode: Placement | None = None
     record: bool = False

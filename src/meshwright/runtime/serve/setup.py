@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import InputError
 from meshwright.moves.kv import token_elements
@@ -48,28 +50,36 @@ class Wishes:
     restarts: int = 3
 
 
-def engine_config(folder: Path, layout: str, profile: EngineProfile, wishes: Wishes) -> EngineConfig:
-    """Look at the checkpoint and the layout before any process starts.
+def engine_config(
+    folder: Path, layout: str, profile: EngineProfile, wishes: Wishes, decode: str | None = None
+) -> EngineConfig:
+    """Look at the checkpoint and the layouts before any process starts.
+
+    Args:
+        folder: checkpoint. layout: of all ranks, or of those that prefill. profile: of our own engine.
+        wishes: what the user says. decode: layout of ranks of their own that decode.
 
     Raises:
         InputError: a checkpoint that cannot be served, or sizes that contradict each other.
         IllegalLayoutError: a layout that our own runtime refuses.
     """
     model = read_folder(folder)
-    wanted = parse_layout(layout)
-    check_runnable(model.spec, wanted)
-    placement = place(model.spec, wanted, profile)
+    placements = [_placed(model, text, profile) for text in (layout, decode) if text is not None]
     dtype = wishes.dtype or model.spec.dtype
-    length = _length(model, wishes.length)
-    limits = Limits(wishes.sequences, wishes.batch_tokens, length, wishes.queue, wanted.pp)
-    tokens = wishes.cache_tokens or cache_tokens(placement, dtype, limits, Probe())
-    blocks = max(1, tokens // wishes.block_size)
-    if blocks * wishes.block_size < min(length, wishes.block_size):
+    limits = Limits(wishes.sequences, wishes.batch_tokens, _length(model, wishes.length), wishes.queue)
+    tokens = wishes.cache_tokens or cache_tokens(placements, dtype, limits, Probe())
+    if tokens < wishes.block_size:
         raise InputError(f"a cache of {tokens} tokens holds no block of {wishes.block_size}; give it more")
     return EngineConfig(
-        model, placement, dtype, wishes.device, blocks, wishes.block_size, limits, wishes.prefix,
-        restarts=wishes.restarts,
+        model, placements[0], dtype, wishes.device, tokens // wishes.block_size, wishes.block_size, limits,
+        wishes.prefix, restarts=wishes.restarts, decode=placements[1] if decode is not None else None,
     )  # fmt: skip
+
+
+def _placed(model: Model, layout: str, profile: EngineProfile) -> Placement:
+    wanted = parse_layout(layout)
+    check_runnable(model.spec, wanted)
+    return place(model.spec, wanted, profile)
 
 
 def _length(model: Model, wanted: int | None) -> int:
@@ -79,12 +89,28 @@ def _length(model: Model, wanted: int | None) -> int:
     return wanted or most or MAX_LENGTH
 
 
-def cache_tokens(placement: Placement, dtype: str, limits: Limits, probe: Probe) -> int:
+def cache_tokens(placements: Sequence[Placement], dtype: str, limits: Limits, probe: Probe) -> int:
     """Tokens of one replica's cache: what all sequences can have at most, or what a share of the free memory holds."""
-    world = placement.layout.world
     most = limits.sequences * limits.length
     free = free_memory_bytes(probe)
     if free is None:
         return most
-    token_bytes = sum(token_elements(placement, rank) for rank in range(world)) * DTYPE_BYTES[dtype]
-    return int(max(limits.length, min(most, free * CACHE_SHARE * placement.layout.dp / max(1, token_bytes))))
+    elements = sum(token_elements(p, rank) for p in placements for rank in range(p.layout.world))
+    return int(max(limits.length, min(most, free * CACHE_SHARE / max(1, elements * DTYPE_BYTES[dtype]))))
+
+
+def on_ray(config: EngineConfig, address: str | None) -> EngineConfig:
+    """The same ranks as actors of a Ray cluster; they find the engine at the address of this node.
+
+    Raises:
+        InputError: Ray is not installed, or the cluster cannot be reached.
+    """
+    from meshwright.runtime.launch.ray import join, run_ray
+
+    host = join(address, config.world)
+    placement = config.placement if config.decode is None else None
+
+    def launch(target: Callable[..., Any], world: int, args: Sequence[Any], timeout_s: float, **more: Any) -> list[Any]:
+        return run_ray(target, world, args, timeout_s, placement=placement, address=address, backend=more["backend"])
+
+    return replace(config, launch=launch, host=host)

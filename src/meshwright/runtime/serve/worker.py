@@ -43,7 +43,7 @@ class Worker:
             self.mesh = build_pools((job.placement, job.decode), rank, device)[1]
         self.decoder = Decoder(self.mesh, weights, job.model.settings, dtype)
         self.cache: PagedCache = self.decoder.cache(job.blocks, job.block_size)
-        self.stage = StageRunner(self.mesh, self.decoder, self.cache, job.depth)
+        self.stage = StageRunner(self.mesh, self.decoder, self.cache, placement.layout.pp)
         self.source = self.decoder.last and self.mesh.group("tp").index == self.mesh.group("cp").index == 0
         self.link = Link(
             job.control.host, job.control.port, job.control.secret, {"rank": rank, "epoch": job.control.epoch}

@@ -13,6 +13,7 @@ from meshwright.errors import InputError
 from meshwright.runtime.serve.api.app import Service, create
 from meshwright.runtime.serve.api.text import Words
 from meshwright.runtime.serve.engine import Engine, EngineConfig
+from meshwright.runtime.serve.split import SplitEngine
 
 #: Seconds that open streams are given when the server is told to end.
 GRACE_S = 5
@@ -38,7 +39,7 @@ def run(config: EngineConfig, address: Address, ready: Callable[[str], None]) ->
 
 
 async def _run(config: EngineConfig, address: Address, ready: Callable[[str], None]) -> None:
-    engine = Engine(config)
+    engine = Engine(config) if config.decode is None else SplitEngine(config)
     words = Words(config.model.folder)
     service = Service(engine, words, address.name or config.placement.spec.name, address.key)
     settings = uvicorn.Config(
