@@ -60,7 +60,7 @@ def test_training_marks_stand_at_their_memory() -> None:
     plan = plan_train("llama-3.1-70b", "8x8xH100-SXM", Train(seq=8192, global_batch=256))
     found = training_points(plan, train_engine(plan))
     limit = plan.cluster.device.memory_bytes / 2**30
-    assert {"chosen", "runner-up", "does not fit"} == {c.role for c in found}
+    assert {"chosen", "runner-up", "searched", "does not fit"} == {c.role for c in found}
     for curve in found:
         assert (curve.own.x > limit) == (curve.role == "does not fit")
 

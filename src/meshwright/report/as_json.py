@@ -16,6 +16,7 @@ from meshwright.specs.rules import Rule
 from meshwright.specs.workload import Serve, Workload
 
 if TYPE_CHECKING:
+    from meshwright.plan.search.train import Point
     from meshwright.plan.training_time import TrainingTime
 
 #: Above this many ranks ``memory.ranks`` lists one row a class of equal ranks instead of one a rank.
@@ -168,9 +169,18 @@ def search_json(plan: Plan) -> dict[str, Any] | None:
     found = plan.searched
     if found is None:
         return None
-    counts = {name: getattr(found, name) for name in ("size", "illegal", "uneven", "unfit", "costed")}
-    points = {"pareto": found.pareto, "best": found.best}
-    return counts | {name: [{**plain(p), "layout": layout_json(p.layout)} for p in of] for name, of in points.items()}
+    names = ("size", "illegal", "uneven", "unfit", "tight", "costed")
+
+    def point(p: Point) -> dict[str, Any]:
+        told = {"parts_s" if name == "parts" else name: value for name, value in plain(p).items()}
+        return {**told, "layout": layout_json(p.layout)}
+
+    return {name: getattr(found, name) for name in names} | {
+        "pareto": [point(p) for p in found.pareto],
+        "best": [point(p) for p in found.best],
+        "rivals": {axis: None if p is None else point(p) for axis, p in found.rivals.items()},
+        "left_out": [{"what": what, "why": why} for what, why in found.left_out],
+    }
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

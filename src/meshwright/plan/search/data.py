@@ -76,6 +76,7 @@ class DataSeconds:
         self.norm = Group(links, world, np.minimum(world, node)).seconds("all_reduce", four)
         self.layers = [Numel(*self.t.parameters[self.cut, p].T) for p in range(tables.parameters.shape[1])]
         self._known: dict[StageKind, Collectives] = {}
+        self._units: dict[int, tuple[Floats, Floats]] = {}
 
     def of(self, kind: StageKind) -> Collectives:
         """Seconds of one kind of stage, by distinct row."""
@@ -140,12 +141,20 @@ class DataSeconds:
         """ZeRO-3: gathers unit by unit, and again those that were resharded, scatters unit by unit, and at once."""
         knobs, none = Fsdp(), self.norm * 0.0
         width, reduce = DTYPE_BYTES[knobs.param_dtype], DTYPE_BYTES[knobs.reduce_dtype]
-        counted = [(n, layer) for n, layer in zip(kind.layers, self.layers, strict=True) if n]
-        layers = sum((n * self._gather(layer, width) for n, layer in counted), none)
+        counted = [(n, self._unit(p)) for p, n in enumerate(kind.layers) if n]
+        layers = sum((n * each[0] for n, each in counted), none)
         gather = sum((self._gather(root, width) for root in roots), layers)
-        scatter = sum((n * self._scatter(layer, reduce) for n, layer in counted), none)
+        scatter = sum((n * each[1] for n, each in counted), none)
         scatter = sum((self._scatter(root, reduce) for root in roots), scatter)
         return gather, layers * self.x.reshard, scatter, self._scatter(whole, reduce)
+
+    def _unit(self, pattern: int) -> tuple[Floats, Floats]:
+        """ZeRO-3: gather and scatter of one layer, remembered."""
+        if pattern not in self._units:
+            knobs, layer = Fsdp(), self.layers[pattern]
+            gather = self._gather(layer, DTYPE_BYTES[knobs.param_dtype])
+            self._units[pattern] = gather, self._scatter(layer, DTYPE_BYTES[knobs.reduce_dtype])
+        return self._units[pattern]
 
     def _pairs(self, unit: Numel) -> list[tuple[Ints, Group]]:
         """Elements and the group that shards them: experts apart where their replicas are other ranks."""
@@ -167,6 +176,8 @@ class DataSeconds:
     def _scatter(self, unit: Numel, width: int) -> Floats:
         """Pieces of the gradients, and their sums over replicas."""
         found = self._sum("reduce_scatter", unit, width)
+        if self.replicated.alone:
+            return found
         n, group = self._pairs(unit)[0]
         return found + self.replicated.seconds("all_reduce", -(-n // group.members) * width)
 

@@ -45,6 +45,11 @@ class Group:
         found, self.number = np.unique(self.members * NEAR + near, return_inverse=True)
         self.wirings = tuple(Wiring(*divmod(int(code), NEAR)) for code in found)
 
+    @property
+    def alone(self) -> bool:
+        """Whether every group has one rank."""
+        return all(w.members <= 1 for w in self.wirings)
+
     def part(self, replicas: Ints) -> tuple[Group, Group]:
         """The sharded part of a data-parallel group, and the ranks that hold the same shard (see
         ``training_time_work.part_of``)."""

@@ -155,12 +155,16 @@ class Memory:
 def options(schedule: Schedule, stage: TrainStage, stages: int, micro: int, group: int | None) -> list[tuple[int, ...]]:
     """Micro-batches of every chunk at the local maxima of a schedule, in order, those left out that hold no more of any
     chunk than another."""
+    import numpy as np
+
     chunks = len(stage.chunks)
     name: Schedule = "interleaved" if schedule == "1f1b" and chunks > 1 else schedule
     found = list(dict.fromkeys(held_chunks(name, stage.index, stages, micro, chunks, group or stages)))
     if name != "interleaved":
         return found
-    return [a for a in found if not any(a != b and all(x <= y for x, y in zip(a, b, strict=True)) for b in found)]
+    held = np.array(found)
+    no_more = np.all(held[:, None] <= held[None], axis=2) & ~np.eye(len(found), dtype=bool)
+    return [option for option, covers in zip(found, no_more, strict=True) if not covers.any()]
 
 
 @dataclass(slots=True)
@@ -287,11 +291,7 @@ class States:
 
 
 class Peak:
-    """Peak of a block of layouts that share depth, schedule, chunks and stages.
-
-    Args:
-        cuts: [N]: cut of every row. micro: [N]: micro-batches.
-    """
+    """Peak of a block of layouts that share depth, schedule, chunks and stages; [N]: cut and micro-batches of a row."""
 
     def __init__(
         self, x: Columns, tables: tuple[Units, Saved], memory: Memory, known: Known, *, cuts: Ints, micro: Ints
