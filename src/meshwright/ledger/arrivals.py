@@ -22,6 +22,8 @@ TOGETHER = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"
 HAND_OFFS = ("send", "recv")
 #: Calls of a group are aligned over so many places when their counts differ.
 MAX_SHIFT = 64
+#: Calls of a rank that are looked at for the shift.
+MAX_COMPARED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +178,14 @@ def _shifted(lane: Lane) -> list[dict[int, Entry]]:
 
 def _disagreement(long: Sequence[Entry], short: Sequence[Entry], shift: int) -> float:
     """How badly two orders of calls fit at a shift: wrong sizes, then how unevenly their ends lie apart."""
-    pairs = [(long[i + shift], c) for i, c in enumerate(short) if 0 <= i + shift < len(long)]
+    pairs = [(long[i + shift], c) for i, c in enumerate(short[:MAX_COMPARED]) if 0 <= i + shift < len(long)]
     if not pairs:
         return float("inf")
     wrong = sum(1 for a, b in pairs if a.payload_bytes != b.payload_bytes)
     apart = [(a.ended_ns or 0) - (b.ended_ns or 0) for a, b in pairs]
     middle = median(apart)
     spread = median(abs(d - middle) for d in apart)
-    return wrong / len(pairs) * 1e12 + spread + 1e3 * (len(short) - len(pairs))
+    return wrong / len(pairs) * 1e12 + spread + 1e3 * (min(len(short), MAX_COMPARED) - len(pairs))
 
 
 def _hand_offs(tracks: Sequence[Track]) -> list[Row]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 #: A stretch that is parsed at once; what one event, and what stands before or after the events, may take.
-STRETCH_BYTES = 4 << 20
+STRETCH_BYTES = 2 << 20
 MAX_EVENT_BYTES = 32 << 20
 MAX_HEAD_BYTES = 32 << 20
 

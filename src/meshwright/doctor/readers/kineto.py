@@ -44,6 +44,7 @@ def read_track(stream: BinaryIO, name: str) -> Track:
     events, rows = Events(stream), Rows()
     for batch in events.batches():
         rows.take(batch)
+        batch.clear()  # before the next one is parsed
     track = track_of(rows, events.meta, name)
     if events.cut:
         track.lacks.append(f"the file is cut off after {rows.events:,} events; what follows is not known")
@@ -91,10 +92,7 @@ def read_many(sources: Sequence[Source], incident: Incident) -> None:
 
     sizes = [s.size if s.size is not None else 1 << 40 for s in sources]
     order = sorted(range(len(sources)), key=lambda i: -sizes[i])
-    if len(order) > 1:
-        run(order, work, take, lost, lambda i: LIMIT_S + LIMIT_S_PER_BYTE * min(sizes[i], 1 << 38))
-    else:
-        take(0, work(0))
+    run(order, work, take, lost, lambda i: LIMIT_S + LIMIT_S_PER_BYTE * min(sizes[i], 1 << 38))
     incident.tracks += settle([found[i] for i in sorted(found)])
 
 

@@ -29,12 +29,22 @@ def calls_of(rows: Rows, info: dict[str, Any], *, on_device: bool) -> list[Entry
     groups = groups_of(info)
     if on_device:
         hosts = _by_lane(rows.host_calls)
-        launched = dict(zip(rows.launch_id, zip(rows.launch_at, rows.launch_lane, strict=True), strict=True))
+        launched = _launches(rows)
         found = [_kernel(call, hosts, launched, groups) for call in rows.calls]
     else:
         spans = [c for c in rows.host_calls if _BACKEND.match(c.name)]
         found = [_entry(c, c.args, c.name, groups, None) for c in spans]
     found.sort(key=lambda e: (e.enqueued_ns if e.enqueued_ns is not None else e.started_ns or 0, e.started_ns or 0))
+    return found
+
+
+def _launches(rows: Rows) -> dict[int, tuple[int, int]]:
+    """Correlation of every collective -> when and on which thread it was launched."""
+    wanted = {call.correlation for call in rows.calls}
+    found = {}
+    for place, identity in enumerate(rows.launch_id):
+        if identity in wanted:
+            found[identity] = (rows.launch_at[place], rows.launch_lane[place])
     return found
 
 

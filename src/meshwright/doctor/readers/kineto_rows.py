@@ -14,7 +14,7 @@ from meshwright.doctor.readers.events import Event
 from meshwright.doctor.readers.kineto_names import COMM, STEP, WORK, host_kind, kernel_op
 
 #: Calls of collectives kept of a trace, and names remembered.
-MAX_CALLS = 500_000
+MAX_CALLS = 200_000
 MAX_NAMES = 200_000
 #: Beyond these microseconds a time is absolute, and no base is added (2001-09-09).
 ABSOLUTE_US = 1e15
@@ -62,6 +62,8 @@ _CALL_ARGS = (
     "Input Dims",
     "Input type",
 )
+#: Shared by all calls that carry none; never written to.
+_NO_ARGS: dict[str, Any] = {}
 
 
 @dataclass(slots=True)
@@ -252,7 +254,8 @@ class Rows:
 
 def _kept(args: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a collective that are read later, each bounded."""
-    return {key: value for key in _CALL_ARGS if (value := args.get(key)) is not None and _small(value)}
+    found = {key: value for key in _CALL_ARGS if (value := args.get(key)) is not None and _small(value)}
+    return found or _NO_ARGS
 
 
 def _small(value: Any) -> bool:

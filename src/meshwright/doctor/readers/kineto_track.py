@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -55,6 +56,14 @@ def track_of(rows: Rows, meta: Meta, source: str) -> Track:
     return track
 
 
+def _column(values: array[int]) -> Times:
+    """A column as an array of numpy over the same memory."""
+    if not len(values):
+        return np.zeros(0, np.int64)
+    found = np.frombuffer(values, np.int64 if values.typecode == "q" else np.int32)
+    return found if found.dtype == np.int64 else found.astype(np.int64)
+
+
 def _int(value: Any, default: int) -> int:
     return value if type(value) is int and 0 <= value < 1 << 20 else default
 
@@ -73,7 +82,7 @@ def _device_name(meta: Meta, rows: Rows) -> str:
 
 
 def _stretch(device: Device) -> Stretches:
-    return np.array(device.start, np.int64), np.array(device.end, np.int64)
+    return _column(device.start), _column(device.end)
 
 
 def _steps(rows: Rows, shift: int) -> list[Step]:
@@ -124,7 +133,7 @@ def _spans(rows: Rows, kind: str, shift: int) -> Stretches:
     spans = rows.spans.get(kind)
     if spans is None:
         return empty()
-    return union(np.array(spans.start, np.int64) + shift, np.array(spans.end, np.int64) + shift)
+    return union(_column(spans.start) + shift, _column(spans.end) + shift)
 
 
 def _within(times: Times, stretches: Stretches) -> Any:
@@ -181,10 +190,10 @@ def _launched_at(rows: Rows, kernels: Stretches) -> Times:
     """When the host launched each kernel; where that is not recorded, when it began."""
     if not rows.launch_id:
         return kernels[0]
-    ids, times = np.array(rows.launch_id, np.int64), np.array(rows.launch_at, np.int64)
+    ids, times = _column(rows.launch_id), _column(rows.launch_at)
     order = np.argsort(ids, kind="stable")
     ids, times = ids[order], times[order]
-    wanted = np.array(rows.kernels.correlation, np.int64)
+    wanted = _column(rows.kernels.correlation)
     place = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
     return np.where(ids[place] == wanted, times[place], kernels[0])
 
@@ -225,7 +234,7 @@ def _number_steps(track: Track) -> None:
 
 
 def _count(track: Track, rows: Rows) -> None:
-    kernels, ids = len(rows.kernels.start), np.array(rows.kernels.correlation, np.int64)
+    kernels, ids = len(rows.kernels.start), _column(rows.kernels.correlation)
     shared = len(ids) - len(np.unique(ids)) if len(ids) else 0
     track.counts = {
         "events": rows.events,
@@ -237,11 +246,7 @@ def _count(track: Track, rows: Rows) -> None:
         "copies": len(rows.copies.start),
     }
     number = np.array(rows.kernels.name if kernels else rows.work_name, np.int64)
-    spent = (
-        np.array(rows.kernels.end, np.int64) - np.array(rows.kernels.start, np.int64)
-        if kernels
-        else np.array(rows.work_ns, np.int64)
-    )
+    spent = _column(rows.kernels.end) - _column(rows.kernels.start) if kernels else _column(rows.work_ns)
     if len(number):
         times, often = np.bincount(number, weights=spent), np.bincount(number)
         longest = np.argsort(-times)[:MAX_WORK]

@@ -1,0 +1,192 @@
+"""Mutated profiler traces and tables of jobs, read and judged in this process: no traceback, bounded time and memory.
+
+    python bench/doctor_trace_fuzz.py [COUNT] [SEED]      default 5000 0
+
+Half of the mutations change bytes of the file (flips, cuts, repetitions, insertions), half change values of events
+(other types, huge and negative numbers, nested lists). A case is one job of two ranks, one of them mutated; what is
+found is written out as text and JSON as well.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import resource
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from tests.doctor import job_maker
+from tests.doctor.trace_maker import TraceMaker
+
+from meshwright.doctor.incident import Incident
+from meshwright.doctor.judge import judge
+from meshwright.doctor.readers import Source, kineto, straggler
+from meshwright.errors import InputError
+from meshwright.report.doctor import as_json, as_text
+
+CASE_LIMIT_S = 10.0
+GROWTH_LIMIT_BYTES = 512 << 20
+_BYTES = [
+    b"}",
+    b"]",
+    b"[",
+    b"{",
+    b'"',
+    b",",
+    b"\\",
+    b"\x00",
+    b"\xff\xfe",
+    b"NaN",
+    b"1e999",
+    b"[" * 500,
+    b"}, {",
+    b"null",
+]
+_VALUES: list[Any] = [
+    None, True, -1, 0, 1 << 31, 1 << 63, 1 << 200, -(1 << 70), 1.5, float("nan"), float("inf"), 1e300, "", "x" * 3000,
+    "\x00", "[0, 1, 99999999]", "[" + "0, " * 5000 + "...]", [], {}, [[]], [[[[]]]], {"a": []}, ["0", "x"], "[bold]",
+    "NaN", [1 << 80], {"traceEvents": []}, "ProfilerStep#99999999999", "nccl:all_reduce",
+]  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    cases: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+    growth_bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+def documents() -> list[dict[str, Any]]:
+    """Small jobs: on devices and on CPU."""
+    out = []
+    for device in (True, False):
+        m = TraceMaker(2, device=device)
+        for _ in range(2):
+            m.begin()
+            for r in m.ranks:
+                m.data(r, 0.05 if r else 0.001)
+                m.work(r, "forward", 0.01, 3)
+                m.host(r, "Python GC", 0.001, "python_function")
+                m.host(r, "cudaStreamSynchronize", 0.001, "cuda_runtime")
+                m.work(r, "backward", 0.01, 3)
+            m.meet("all_reduce", 1 << 18, 0.001, named=not device)
+            m.meet("all_to_all", 1 << 10, 0.001)
+            m.hand_off(0, 1, 100, 0.001)
+            m.end()
+        out += [m.document(r) for r in m.ranks]
+    return out
+
+
+def table() -> bytes:
+    """A small pipelined job as parquet."""
+    import polars as pl
+
+    target = io.BytesIO()
+    pl.DataFrame(job_maker.rows(2, 2, 3, 2, lambda *at: 0.1)).write_parquet(target)
+    return target.getvalue()
+
+
+def _bytes(data: bytes, chance: random.Random) -> bytes:
+    for _ in range(chance.randint(1, 4)):
+        at, length = chance.randrange(len(data) + 1), chance.randrange(1, 400)
+        how = chance.randrange(5)
+        if how == 0:
+            data = data[:at] + bytes([chance.randrange(256)]) + data[at + 1 :]
+        elif how == 1:
+            data = data[:at]
+        elif how == 2:
+            data = data[:at] + data[at + length :]
+        elif how == 3:
+            data = data[:at] + data[max(0, at - length) : at] + data[at:]
+        else:
+            data = data[:at] + chance.choice(_BYTES) + data[at:]
+    return data
+
+
+def _values(document: dict[str, Any], chance: random.Random) -> bytes:
+    copy = json.loads(json.dumps(document))
+    for _ in range(chance.randint(1, 12)):
+        target: Any = copy if chance.random() < 0.1 else chance.choice(copy["traceEvents"] or [{}])
+        while isinstance(target, dict) and target:
+            key = chance.choice(list(target))
+            if isinstance(target[key], dict) and chance.random() < 0.7:
+                target = target[key]
+                continue
+            if key != "traceEvents":
+                target[key] = chance.choice(_VALUES)
+            break
+    return json.dumps(copy).encode()
+
+
+def _source(name: str, data: bytes) -> Source:
+    return Source(name, data[:4096], lambda: cast(BinaryIO, io.BytesIO(data)), len(data))
+
+
+def case(chance: random.Random, papers: list[dict[str, Any]], parquet: bytes) -> str:
+    """One incident; the kind of its first finding."""
+    incident = Incident()
+    try:
+        if chance.random() < 0.1:
+            straggler.read(_source("t.parquet", _bytes(parquet, chance)), incident)
+        else:
+            first = 2 * chance.randrange(2)
+            mutant = chance.randrange(2)
+            for r in range(2):
+                data = json.dumps(papers[first + r]).encode()
+                if r == mutant:
+                    data = _bytes(data, chance) if chance.random() < 0.5 else _values(papers[first + r], chance)
+                kineto.read(_source(f"{r}", data), incident)
+            incident.tracks = kineto.settle(incident.tracks)
+    except InputError as error:
+        incident.lack(str(error))
+    findings = judge(incident)
+    Console(file=io.StringIO(), width=100).print(as_text(findings, incident))
+    json.dumps(as_json(findings, incident))
+    return findings[0].kind
+
+
+def fuzz(count: int, seed: int = 0) -> Outcome:
+    """Run the cases."""
+    papers, parquet, out = documents(), table(), Outcome()
+    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for number in range(count):
+        chance = random.Random(f"{seed}:{number}")
+        begun = time.perf_counter()
+        try:
+            out.kinds[case(chance, papers, parquet)] += 1
+        except Exception as error:
+            out.failures.append(f"{seed}:{number} {type(error).__name__}: {str(error)[:200]}")
+        took = time.perf_counter() - begun
+        out.slowest_s = max(out.slowest_s, took)
+        if took > CASE_LIMIT_S:
+            out.failures.append(f"{seed}:{number} took {took:.1f} s")
+        out.cases += 1
+    out.growth_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start
+    if out.growth_bytes > GROWTH_LIMIT_BYTES:
+        out.failures.append(f"memory grew by {out.growth_bytes} bytes")
+    return out
+
+
+def main() -> int:
+    """Run and print; exit 1 on a failure."""
+    count, seed = (int(a) for a in (*sys.argv[1:3], *("5000", "0")[len(sys.argv) - 1 :]))
+    outcome = fuzz(count, seed)
+    print(json.dumps({**vars(outcome), "kinds": dict(outcome.kinds)}, indent=2))
+    return bool(outcome.failures)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
