@@ -38,7 +38,7 @@ def largest(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
     found = [piece.abs().max().double() for piece in pieces if piece.numel()]
     # The maximum over ranks would lose what is not a number.
     return (
-        torch.stack(found).max().nan_to_num(nan=inf).reshape(1)
+        torch.stack(found).max().nan_to_num(nan=inf, posinf=inf).reshape(1)
         if found
         else torch.zeros(1, dtype=torch.float64, device=device)
     )

@@ -2,7 +2,8 @@
 
 The updates are those of torch (``torch._fused_adamw_``, ``torch._fused_sgd_``, the kernels behind
 ``torch.optim.AdamW(fused=True)`` and ``torch.optim.SGD(fused=True)``), applied to runs of flat buffers. They work
-element by element, so a step is the same however the elements are cut into pieces.
+element by element, so a step is the same however the elements are cut into pieces, but for the last bit: the kernels
+round the elements that do not fill a vector otherwise.
 
 Weight decay: AdamW multiplies the value (decoupled: Loshchilov and Hutter 2019, arXiv 1711.05101), SGD adds to the
 gradient. Which elements it touches is ``parameters.decays``: matrices, but no norm, no bias and no embedding.
