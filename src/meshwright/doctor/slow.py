@@ -21,6 +21,8 @@ from meshwright.ledger.tracks import COMPUTE
 MIN_SHARE = 0.05
 #: Collectives of a recording without partners are worth a word from this share of a step.
 MIN_UNTOLD = 0.15
+#: Healthy needs this share of the time to be work or collectives.
+MIN_WORK = 0.4
 MAX_FINDINGS = 8
 
 
@@ -109,8 +111,12 @@ def _untold(view: SlowView) -> Finding | None:
 
 
 def _healthy(view: SlowView) -> Finding:
-    """Nothing takes a share that is worth a word."""
+    """Nothing takes a share that is worth a word; unknown where most of the time nothing at all is recorded."""
     work = view.mean_s(*COMPUTE)
+    if view.step_s > 0 and work + view.wait_s() + view.transfer_s() < MIN_WORK * view.step_s:
+        share = 100 * work / view.step_s
+        text = f"only {share:.0f} % of the time is computation, and nothing recorded says what the rest is"
+        return Finding("unknown", headline=text, advice=ADVICE["unknown"], numbers=(("step_s", view.step_s),))
     whole = len(view.ranks) >= view.world
     wait, transfer = view.wait_s(), view.transfer_s()
     text = (

@@ -1,9 +1,20 @@
-"""Why a serving engine is slow, from its metrics."""
+"""Why a serving engine is slow, from its metrics: requests queue, or the KV cache is full."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import mean
+
 from meshwright.doctor.findings import Finding
-from meshwright.doctor.incident import Incident
+from meshwright.doctor.incident import Fact, Incident
+from meshwright.doctor.slow_advice import ADVICE
+from meshwright.doctor.slow_words import time_text
+
+#: A queue counts from this many waiting requests, or when requests spend this share of the time to their first token
+#: in it; the cache is full from this share on.
+MIN_WAITING, QUEUE_SHARE, FULL = 4.0, 0.5, 0.95
+#: Requests thrown out of the running ones, from which on it is a habit.
+MIN_PREEMPTIONS = 1.0
 
 
 def has_evidence(incident: Incident) -> bool:
@@ -12,5 +23,94 @@ def has_evidence(incident: Incident) -> bool:
 
 
 def findings(incident: Incident) -> list[Finding]:
-    """Queueing and pressure on the KV cache, or healthy."""
-    return []
+    """One an engine: pressure on the KV cache before queueing, which follows from it; else healthy."""
+    by: dict[str, list[Fact]] = {}
+    for fact in incident.facts:
+        if fact.kind == "serving":
+            by.setdefault(str(fact.data.get("engine", "")), []).append(fact)
+    return [_engine(engine, facts) for engine, facts in by.items()]
+
+
+def _value(fact: Fact, key: str) -> float | None:
+    found = fact.data.get(key)
+    return found if isinstance(found, float) else None
+
+
+def _mean(facts: Sequence[Fact], key: str) -> float | None:
+    known = [v for f in facts if (v := _value(f, key)) is not None]
+    return mean(known) if known else None
+
+
+def _rise(facts: Sequence[Fact], key: str) -> float | None:
+    """How much a counter grew between scrapes; of a single one, all of it."""
+    known = [v for f in facts if (v := _value(f, key)) is not None]
+    if not known:
+        return None
+    return max(0.0, known[-1] - known[0]) if len(known) > 1 else known[0]
+
+
+def _engine(engine: str, facts: Sequence[Fact]) -> Finding:
+    waiting, running = _mean(facts, "waiting") or 0.0, _mean(facts, "running") or 0.0
+    usage = _mean(facts, "kv_usage")
+    thrown = _rise(facts, "preemptions") or 0.0
+    queue, first = _mean(facts[-1:], "queue_s"), _mean(facts[-1:], "ttft_s")
+    full = usage is not None and usage >= FULL
+    queued = waiting >= MIN_WAITING or (queue is not None and first is not None and queue > QUEUE_SHARE * first > 0)
+    pressed = (thrown >= MIN_PREEMPTIONS and (full or waiting >= 1)) or (full and queued)
+    kind = "kv_pressure" if pressed else "queueing" if queued else "healthy"
+    numbers = [("waiting", waiting), ("running", running), ("kv_usage", usage or 0.0), ("preemptions", thrown)]
+    numbers += [
+        (k, v) for k, v in (("queue_s", queue), ("ttft_s", first), ("tpot_s", _mean(facts[-1:], "tpot_s"))) if v
+    ]
+    return Finding(
+        kind,
+        confidence="medium" if len(facts) < 3 else "high",
+        headline=_headline(kind, engine, waiting, running, usage, thrown, queue, first),
+        evidence=(*(f"{f.text} ({f.source})" for f in facts[:4]), *_transfers(facts)),
+        unknown=() if len(facts) > 2 else ("how it goes on: several scrapes, some seconds apart",),
+        advice=ADVICE[kind],
+        numbers=tuple(numbers),
+    )
+
+
+def _headline(
+    kind: str,
+    engine: str,
+    waiting: float,
+    running: float,
+    usage: float | None,
+    thrown: float,
+    queue: float | None,
+    first: float | None,
+) -> str:
+    name = f"engine {engine}" if engine else "the engine"
+    in_queue = (
+        f" {time_text(queue)} of {time_text(first)} to the first token is spent in the queue."
+        if queue and first
+        else ""
+    )
+    cache = f"{100 * usage:.0f} %" if usage is not None else "an unknown share"
+    if kind == "kv_pressure":
+        return (
+            f"{name} has its KV cache {cache} full and threw out {thrown:.0f} running requests, which it computes "
+            f"again; {waiting:.0f} wait.{in_queue}"
+        )
+    if kind == "queueing":
+        return (
+            f"{waiting:.0f} requests wait for {name} while {running:.0f} run; its KV cache is {cache} full.{in_queue}"
+        )
+    return f"{name} keeps up: {waiting:.0f} requests wait, {running:.0f} run, the KV cache is {cache} full"
+
+
+def _transfers(facts: Sequence[Fact]) -> list[str]:
+    """What moving the KV cache between prefill and decode reaches."""
+    last = facts[-1]
+    rate = _value(last, "kv_transfer_gb_s")
+    moved, took = _value(last, "kv_transfer_bytes_sum"), _value(last, "kv_transfer_s_sum")
+    if rate is None and moved and took:
+        rate = moved / took / 1e9
+    return (
+        [f"the KV cache moves at {rate:.3g} GB/s; compare with the link's peak (meshwright plan serve of two pools)"]
+        if rate
+        else []
+    )

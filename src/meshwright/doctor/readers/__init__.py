@@ -67,6 +67,7 @@ READERS = (
     "meshwright.doctor.readers.flight_recorder",
     "meshwright.doctor.readers.ledger",
     "meshwright.doctor.readers.inspector",
+    "meshwright.doctor.readers.serving_metrics",
     "meshwright.doctor.readers.xpu_timer",
     "meshwright.doctor.readers.stacks",
     "meshwright.doctor.readers.text",
