@@ -9,6 +9,7 @@ import typer
 
 from meshwright.cli.check import check
 from meshwright.cli.doctor import doctor
+from meshwright.cli.load import load
 from meshwright.cli.plan import plan_app
 from meshwright.cli.prove import prove
 from meshwright.cli.run import run_app
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.add_typer(plan_app, name="plan")
 app.add_typer(run_app, name="run")
 run_app.command("serve")(serve)
+run_app.command("load")(load)
 run_app.command("train")(train)
 run_app.command("export")(export_checkpoint)
 app.command("check")(check)

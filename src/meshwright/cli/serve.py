@@ -59,7 +59,8 @@ def serve(
         raise InputError("give --layout, or both --prefill and --decode")
     _need()
     from meshwright import engines
-    from meshwright.runtime.serve.api.main import Address, key_from, run
+    from meshwright.runtime.serve.api.key import key_from
+    from meshwright.runtime.serve.api.main import Address, run
     from meshwright.runtime.serve.setup import Wishes, engine_config, on_ray
 
     wishes = Wishes(

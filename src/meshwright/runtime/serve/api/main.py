@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,18 +63,3 @@ async def _run(config: EngineConfig, address: Address, ready: Callable[[str], No
         await engine.stop()
         await words.close()
         listener.close()
-
-
-def key_from(text: str | None) -> str | None:
-    """An API key: the text, or with ``env:NAME`` what that variable of the environment holds.
-
-    Raises:
-        InputError: the variable is not set, or the key is empty.
-    """
-    if text is None:
-        return None
-    name = text.removeprefix("env:")
-    key = os.environ.get(name, "") if text.startswith("env:") else text
-    if not key:
-        raise InputError(f"--api-key {text}: no key; give one, or env:NAME with that variable set")
-    return key
