@@ -126,7 +126,7 @@ def run_all(rank: int, cases: Sequence[Case]) -> list[Ran]:
     return [run(rank, case) for case in cases]
 
 
-def on_ranks(cases: Sequence[Case], timeout_s: float = 240.0) -> list[list[Ran]]:
+def on_ranks(cases: Sequence[Case], timeout_s: float = 500.0) -> list[list[Ran]]:
     """By case, what every rank ran; all cases have the same number of ranks."""
     worlds = {case.placement.layout.world for case in cases}
     assert len(worlds) == 1

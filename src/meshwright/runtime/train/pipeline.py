@@ -81,12 +81,22 @@ class Pipeline:
         stages: the rank's chunks by their place in the model.
         group: the ranks of the pipeline, in the order of their stages.
         device: where hidden states live.
+        back: the same ranks again, for what goes to earlier stages. NCCL carries out what two ranks exchange through
+            one group in the order in which each issued it, so that two sends that meet would wait for each other.
     """
 
-    def __init__(self, table: Table, stages: Mapping[int, Stage], group: Group, device: torch.device) -> None:
+    def __init__(
+        self,
+        table: Table,
+        stages: Mapping[int, Stage],
+        group: Group,
+        device: torch.device,
+        back: Group | None = None,
+    ) -> None:
         own = {place for place in range(table.chunks) if table.rank_of(place) == group.index}
         assert set(stages) == own, f"rank {group.index} runs chunks {sorted(own)}, {sorted(stages)} are given"
         self.table, self.stages, self.group, self.device = table, dict(stages), group, device
+        self.back = back or group
         self.program = program(table, group.index)
         actions = table.actions[group.index]
         self._final = {a.chunk: n for n, a in enumerate(actions) if a.kind in "BW"}
@@ -132,7 +142,7 @@ class _Run:
         chunk = self.p.stages[off.chunk].chunk
         x = torch.empty(chunk.input_shape(self.batches[off.microbatch]), dtype=chunk.dtype, device=self.p.device)
         with _named(off.kind, off.microbatch):
-            work = dist.irecv(x, group=self.p.group.pg, group_src=off.peer)
+            work = dist.irecv(x, group=self._way(off.peer, self.p.group.index), group_src=off.peer)
         self.inbox[off.kind, off.chunk, off.microbatch] = x, work
 
     def _send(self, off: HandOff) -> None:
@@ -141,9 +151,13 @@ class _Run:
             self.sending.popleft()
         x = self.made.pop((off.kind, off.chunk, off.microbatch)).contiguous()
         with _named(off.kind, off.microbatch):
-            work = dist.isend(x, group=self.p.group.pg, group_dst=off.peer)
+            work = dist.isend(x, group=self._way(self.p.group.index, off.peer), group_dst=off.peer)
         assert work is not None
         self.sending.append((work, x))
+
+    def _way(self, src: int, dst: int) -> dist.ProcessGroup | None:
+        """What carries from a stage to another."""
+        return (self.p.group if src < dst else self.p.back).pg
 
     def _act(self, action: Action) -> None:
         """Run one action, once its input is there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from meshwright.runtime.mesh import Mesh
 from meshwright.runtime.models.settings import Settings
 from meshwright.runtime.train.balance import Balance
 from meshwright.runtime.train.data_groups import data_mesh
+from meshwright.runtime.train.data_groups import make as make_group
 from meshwright.runtime.train.data_parallel import DataOptions, DataParallel
 from meshwright.runtime.train.groups import training_mesh
 from meshwright.runtime.train.model import TrainChunk, build_chunks
@@ -21,7 +22,7 @@ from meshwright.runtime.train.options import TrainOptions
 from meshwright.runtime.train.pieces import LocalPiece
 from meshwright.runtime.train.pipeline import Pipeline
 from meshwright.runtime.train.stage import Stage
-from meshwright.runtime.train.zero import make
+from meshwright.runtime.train.zero import deals_parameters, make
 from meshwright.specs.layout import Fsdp, Layout
 from meshwright.specs.placement import chunk_places
 
@@ -57,7 +58,8 @@ class TrainState:
             layout = self.mesh.placement.layout
             stages = {place: Stage(chunk) for place, chunk in zip(self.places, self.chunks, strict=True)}
             table = step_table(layout, microbatches)
-            self._pipelines[microbatches] = Pipeline(table, stages, self.mesh.group("pp"), self.mesh.device)
+            pp, back = self.mesh.group("pp"), self.mesh.groups.get("pp_back")
+            self._pipelines[microbatches] = Pipeline(table, stages, pp, self.mesh.device, back)
         return self._pipelines[microbatches]
 
     @property
@@ -96,6 +98,9 @@ def build_state(
             proofs); None: zeros, to be written through ``TrainState.pieces``. settings: of the model.
     """
     mesh = data_mesh(training_mesh(mesh))
+    if mesh.device.type == "cuda" and mesh.placement.layout.pp > 1:
+        back = make_group(mesh, "pp_back", lambda at: mesh.placement.group("pp", at))
+        mesh = replace(mesh, groups={**mesh.groups, "pp_back": back})
     if weights is None:
         weights = dict(_zeros(mesh, options))
     chunks = build_chunks(
@@ -116,10 +121,9 @@ def build_state(
 
 def computed_in(mesh: Mesh, dtype: torch.dtype) -> torch.dtype:
     """Type of hidden states: that of the parameters when a chunk runs, which ZeRO-3 has its own word on."""
-    layout = mesh.placement.layout
-    if dtype == torch.float64 or layout.zero < 3 or max(mesh.group(axis).size for axis in ("dp+cp", "edp")) == 1:
+    if dtype == torch.float64 or not deals_parameters(mesh):
         return dtype
-    return TORCH_DTYPES[(layout.fsdp or Fsdp()).param_dtype]
+    return TORCH_DTYPES[(mesh.placement.layout.fsdp or Fsdp()).param_dtype]
 
 
 def _zeros(mesh: Mesh, options: TrainOptions) -> Iterator[tuple[str, Tensor]]:

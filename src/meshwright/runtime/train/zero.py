@@ -37,11 +37,16 @@ def make(mesh: Mesh, chunks: Sequence[Chunk], options: DataOptions) -> DataParal
     knobs = layout.fsdp or Fsdp()
     refuse_half(options.param_dtype, *(TORCH_DTYPES[d] for d in (knobs.param_dtype, knobs.reduce_dtype)))
     parameters = describe(mesh, chunks)
-    if layout.zero == 3 and max(mesh.group(axis).size for axis in ("dp+cp", "edp")) > 1:
+    if deals_parameters(mesh):
         from meshwright.runtime.train.fsdp import FullySharded
 
         return FullySharded(mesh, chunks, parameters, options)  # type: ignore[arg-type]
     return _STAGES.get(layout.zero, Replicated)(parameters, mesh.groups, options)
+
+
+def deals_parameters(mesh: Mesh) -> bool:
+    """Whether parameters themselves are dealt out: ZeRO-3 over more than one rank."""
+    return mesh.placement.layout.zero == 3 and max(mesh.group(axis).size for axis in ("dp+cp", "edp")) > 1
 
 
 def refuse_half(*dtypes: torch.dtype | None) -> None:
