@@ -15,6 +15,7 @@ from meshwright.cli.parse import seconds
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
+    from meshwright.doctor.against import Against
     from meshwright.doctor.findings import Finding
     from meshwright.doctor.incident import Incident
 
@@ -24,6 +25,7 @@ _PATH = typer.Argument(
 _HTML = typer.Option(None, "--html", help="Write one offline page with the calls of all ranks as a picture.")
 _PERFETTO = typer.Option(None, "--perfetto", help="Write the recorded calls as a trace that Perfetto opens.")
 _REPRODUCE = typer.Option(None, "--reproduce", help="Write a program of two ranks that fails alike, and run it once.")
+_AGAINST = typer.Option(None, "--against", help="A plan (plan train --json): where the step differs from it.")
 
 
 def doctor(
@@ -32,6 +34,7 @@ def doctor(
     html: Path | None = _HTML,
     perfetto: Path | None = _PERFETTO,
     reproduce: Path | None = _REPRODUCE,
+    against: Path | None = _AGAINST,
     redact: bool = typer.Option(False, "--redact", help="Take tokens, keys, hosts and paths out of what is written."),
     how: bool = typer.Option(False, "--how", help="What to set before the next run."),
     ladder: bool = typer.Option(
@@ -58,6 +61,7 @@ def doctor(
         raise InputError(f"{str(path)[:200]}: no file in it; the doctor needs dumps, logs or stacks of the job")
     incident = read_incident(path, _Progress())
     findings = judge(incident)
+    planned = _planned(against, incident) if against is not None else None
     if redact:
         from meshwright.doctor import redact as redaction
 
@@ -67,24 +71,30 @@ def doctor(
     if html is not None:
         from meshwright.report.doctor_page import page
 
-        _write(html, page(findings, incident))
+        _write(html, page(findings, incident, planned))
     if perfetto is not None:
         from meshwright.report.doctor_trace import trace
 
-        _write(perfetto, json.dumps(trace(incident, findings)))
+        _write(perfetto, json.dumps(trace(incident, findings, planned)))
     shown = _reproduced(findings[0], incident, reproduce) if reproduce is not None else None
     if as_json:
         from meshwright.report.doctor import as_json as plain
 
-        typer.echo(json.dumps({**plain(findings, incident), "reproduction": shown}, indent=2))
+        typer.echo(json.dumps({**plain(findings, incident, planned), "reproduction": shown}, indent=2))
     else:
         from meshwright.report.doctor import as_text as text
         from meshwright.report.terminal import console
 
-        console().print(text(findings, incident))
+        console().print(text(findings, incident, planned))
         if shown is not None:
             typer.echo(f"\nReproduction: {shown['says']} ({shown['program']})")
     raise typer.Exit(0 if findings[0].kind == "healthy" else 1)
+
+
+def _planned(path: Path, incident: Incident) -> Against:
+    from meshwright.doctor.against import compare, read_plan
+
+    return compare(incident, read_plan(path))
 
 
 def _ladder(world: int, backend: str, limit_s: float, as_json: bool) -> NoReturn:

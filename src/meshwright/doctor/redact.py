@@ -56,7 +56,7 @@ def redact(text: str, hosts: frozenset[str] = frozenset()) -> str:
 
 def hosts_of(incident: Incident) -> frozenset[str]:
     """Names of machines that logs gave."""
-    named = (f.data.get("host") for f in incident.facts)
+    named = (*(f.data.get("host") for f in incident.facts), *(t.host for t in incident.tracks))
     return frozenset(h for h in named if isinstance(h, str) and len(h) > 2 and h != "localhost")
 
 
@@ -82,3 +82,11 @@ def redact_incident(incident: Incident, hosts: frozenset[str]) -> None:
         s._replace(op=redact(s.op, hosts), dtype=s.dtype and redact(s.dtype, hosts), raw="")
         for s in incident.signatures.rows
     ]
+    for track in incident.tracks:
+        track.source, track.host = redact(track.source, hosts), None
+        track.lacks = [redact(line, hosts) for line in track.lacks]
+        track.steps = [replace(step, name="") for step in track.steps]
+    if incident.times is not None:
+        met = incident.times.matched
+        named = tuple(replace(m, group=m.group and redact(m.group, hosts)) for m in met.meetings)
+        incident.times.matched = replace(met, meetings=named)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.markup import escape
 
 from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.incident import Incident
+from meshwright.report.as_json import plain
 from meshwright.report.terminal import table
+
+if TYPE_CHECKING:
+    from meshwright.doctor.against import Against
 
 #: What may steer a terminal or turn text around: control characters, and the marks of writing direction.
 _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -48,8 +52,8 @@ def verdict(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def as_text(findings: Sequence[Finding], incident: Incident | None = None) -> Group:
-    """Everything for a terminal."""
+def as_text(findings: Sequence[Finding], incident: Incident | None = None, against: Against | None = None) -> Group:
+    """Everything for a terminal; ``against`` a plan where one was given."""
     made = table("kind", "guilty", "waiting", "where", "since (UTC)", "confidence", title="Findings, the cause first")
     for column in made.columns[1:]:
         column.justify = "left"
@@ -73,11 +77,14 @@ def as_text(findings: Sequence[Finding], incident: Incident | None = None) -> Gr
                 if len(lines) > MAX_LINES:
                     parts.append(f"  ... {len(lines) - MAX_LINES} more in --json")
     if incident is not None and incident.times is not None and incident.times.tracks:
-        from meshwright.report.slow import breakdown_table, collectives_table
+        from meshwright.report.slow import against_table, breakdown_table, collectives_table
 
-        parts[at:at] = ["", breakdown_table(incident.times)]
+        tables = [breakdown_table(incident.times)]
         if incident.times.meetings:
-            parts[at + 2 : at + 2] = ["", collectives_table(incident.times)]
+            tables.append(collectives_table(incident.times))
+        if against is not None:
+            tables.append(against_table(against))
+        parts[at:at] = [part for made in tables for part in ("", made)]
     if incident is not None:
         parts += ["", escape(read_line(incident))]
     return Group(*parts)
@@ -97,7 +104,7 @@ def read_line(incident: Incident) -> str:
     return f"Read: calls of {len(incident.traces)}{world} ranks ({calls:,}), {len(incident.facts):,} lines of logs"
 
 
-def as_json(findings: Sequence[Finding], incident: Incident) -> dict[str, Any]:
+def as_json(findings: Sequence[Finding], incident: Incident, against: Against | None = None) -> dict[str, Any]:
     """Everything, for programs: ``findings`` with the earliest cause first."""
     return {
         "verdict": findings[0].headline,
@@ -109,6 +116,7 @@ def as_json(findings: Sequence[Finding], incident: Incident) -> dict[str, Any]:
         "calls_read": sum(map(len, incident.traces.values())),
         "facts_read": len(incident.facts) + incident.dropped_facts,
         "times": _times(incident),
+        "against": plain(against) if against is not None else None,
     }
 
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.incident import COMPLETED, Incident, Trace
 from meshwright.report.doctor import clock, read_line, verdict
 from meshwright.report.page import STYLE
+
+if TYPE_CHECKING:
+    from meshwright.doctor.against import Against
 
 #: Ranks and calls that the picture shows.
 MAX_ROWS, MAX_COLUMNS = 64, 48
@@ -22,8 +26,8 @@ svg text{font:11px system-ui,sans-serif;fill:#1d2330}"""
 COLOURS = ("#9ec3e6", "#a8d5b5", "#f2cf8b", "#cdb4e0", "#f0b3ac", "#b9d7d9", "#d9d2a6", "#c9cfda")
 
 
-def page(findings: Sequence[Finding], incident: Incident) -> str:
-    """The whole page."""
+def page(findings: Sequence[Finding], incident: Incident, against: Against | None = None) -> str:
+    """The whole page; ``against`` a plan where one was given."""
     first = findings[0]
     tone = "yes" if first.kind == "healthy" else "no"
     lines = "<br>".join(map(escape, verdict(findings)))
@@ -50,6 +54,10 @@ def page(findings: Sequence[Finding], incident: Incident) -> str:
     picture = _picture(first, incident)
     if picture:
         body += ["<h2>Calls of the guilty group</h2>", picture]
+    if incident.times is not None and incident.times.tracks:
+        from meshwright.report.slow_page import picture as timeline
+
+        body += ["<h2>Timeline of the longest step</h2>", timeline(incident.times, against)]
     for f in findings:
         for title, texts in (("Evidence", f.evidence), ("Not known", f.unknown), ("What to do", f.advice)):
             if texts:

@@ -7,24 +7,31 @@ that has not completed lasts until the last time that any rank recorded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.doctor.findings import Finding
 from meshwright.doctor.incident import COMPLETED, STATES, Incident, Trace
+
+if TYPE_CHECKING:
+    from meshwright.doctor.against import Against
 
 #: Calls of all ranks together that are written; the last ones of every rank come first.
 MAX_EVENTS = 400_000
 
 
-def trace(incident: Incident, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The trace as plain data; times are microseconds since the first call."""
+def trace(incident: Incident, findings: Sequence[Finding], against: Against | None = None) -> dict[str, Any]:
+    """The trace as plain data; times are microseconds since the first call, or the first recorded step."""
+    meta = {"source": "meshwright doctor", "verdict": findings[0].headline if findings else ""}
+    if incident.times is not None and incident.times.tracks:
+        from meshwright.report.slow_trace import events as recorded
+
+        return {"traceEvents": recorded(incident.times, against), "displayTimeUnit": "ms", "otherData": meta}
     times = [t for rank in incident.traces.values() for t in rank.created_ns if t]
     first, last = (min(times), max(times)) if times else (0, 0)
     each = max(1, MAX_EVENTS // max(1, len(incident.traces)))
     events: list[dict[str, Any]] = []
     for number in sorted(incident.traces):
         events += _rank(incident, incident.traces[number], first, last, each)
-    meta = {"source": "meshwright doctor", "verdict": findings[0].headline if findings else ""}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": meta}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from meshwright.doctor.against import Against
 from meshwright.doctor.slow_comm import peak_bytes_s, traffic, wire
 from meshwright.doctor.slow_view import SlowView
 from meshwright.doctor.slow_words import bytes_text, rate_text, time_text
@@ -67,6 +68,21 @@ def collectives_table(view: SlowView) -> Table:
             f"{100 * rate / peak[0]:.0f} %" if rate and peak else "?",
             f"rank {worst} ({last.count(worst)} of {len(last)})",
         )
+    return made
+
+
+def against_table(against: Against) -> Table:
+    """Parts of the planned step beside the recorded one."""
+    word = "within" if against.within else "outside"
+    title = (
+        f"Step of {against.layout or 'the plan'}: planned {time_text(against.predicted_s)} "
+        f"({time_text(against.low_s)} to {time_text(against.high_s)}), recorded {time_text(against.recorded_s)}: {word}"
+    )
+    made = table("part", "planned", "recorded", "difference", title=escape(title))
+    for row in against.rows:
+        more = row.recorded_s - row.predicted_s
+        cells = (time_text(row.predicted_s), time_text(row.recorded_s), f"{'+' if more > 0 else ''}{time_text(more)}")
+        made.add_row(row.part, *cells)
     return made
 
 

@@ -60,8 +60,9 @@ def _column(values: array[int]) -> Times:
     """A column as an array of numpy over the same memory."""
     if not len(values):
         return np.zeros(0, np.int64)
-    found = np.frombuffer(values, np.int64 if values.typecode == "q" else np.int32)
-    return found if found.dtype == np.int64 else found.astype(np.int64)
+    if values.typecode == "q":
+        return np.frombuffer(values, np.int64)
+    return np.frombuffer(values, np.int32).astype(np.int64)
 
 
 def _int(value: Any, default: int) -> int:
