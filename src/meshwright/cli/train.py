@@ -93,7 +93,7 @@ def train(
     _need_torch()
     from meshwright.runtime.launch.local import server_ahead
     from meshwright.runtime.launch.torchrun import started_by_torchrun
-    from meshwright.runtime.train.launch import launch
+    from meshwright.runtime.train.launch import PRELOAD, launch
     from meshwright.runtime.train.prepare import Asked
     from meshwright.runtime.train.watch import keep_calls
 
@@ -119,7 +119,7 @@ def train(
     )
     keep_calls()
     with tempfile.TemporaryDirectory(prefix="meshwright-") as room:
-        with nullcontext() if started_by_torchrun() or ray else server_ahead():
+        with nullcontext() if started_by_torchrun() or ray else server_ahead(PRELOAD):
             job = _job(asked, Path(room), device, limit_s, ledger)
         results = launch(job, restarts, _say, {"address": address} if ray else None)
     if results is not None:

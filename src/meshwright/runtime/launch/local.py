@@ -112,10 +112,10 @@ def start_server(more: Sequence[str] = ()) -> ForkServerContext:
 
 
 @contextmanager
-def server_ahead() -> Iterator[None]:
+def server_ahead(more: Sequence[str] = ()) -> Iterator[None]:
     """Start the server before what it is for is known to be right; a refusal inside ends it and leaves no process."""
     running = _server_pid()
-    start_server()
+    start_server(more)
     try:
         yield
     except MeshwrightError:

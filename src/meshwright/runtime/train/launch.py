@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import IllegalLayoutError, InputError
-from meshwright.runtime.launch.local import RankError, run_local
+from meshwright.runtime.launch.local import RankError, run_local, start_server
 from meshwright.runtime.launch.torchrun import run_here, started_by_torchrun
 from meshwright.runtime.train.job import TrainJob, fewer
 from meshwright.runtime.train.watch import newest, says
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 RUN_S = 14 * 86400.0
 #: How often a run may fail at the same step before it goes on with fewer ranks.
 SAME_STEP = 2
+
+#: What ranks of a run import beside what all ranks need: once, by the server that they are forked from.
+PRELOAD = ("meshwright.runtime.train.loop",)
 
 Say = Callable[[str], None]
 Run = Callable[[TrainJob], "list[Summary] | None"]
@@ -43,6 +46,7 @@ def on_this_machine(job: TrainJob) -> list[Summary]:
         RankError: a rank failed, was killed, or a step took too long.
     """
     began = time.time()
+    start_server(PRELOAD)
     backend = "nccl" if job.device == "cuda" else "gloo"
     try:
         return run_local(body, job.placement.layout.world, (job,), RUN_S, backend=backend)

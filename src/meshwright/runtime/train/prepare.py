@@ -25,7 +25,7 @@ from meshwright.runtime.train.source import (
     read_source,
     source_of,
 )
-from meshwright.specs.layout import Layout, parse_layout
+from meshwright.specs.layout import Fsdp, Layout, parse_layout
 from meshwright.specs.profile import EngineProfile
 
 #: How long a rank of torchrun waits for the first one to tokenise the data.
@@ -74,7 +74,7 @@ def prepare(asked: Asked, profile: EngineProfile, scratch_folder: Path, **rest: 
     base = asked.checkpoint or (resumed.base if resumed is not None else None)
     source = _source(asked, resumed)
     settings = _settings(asked, resumed, source)
-    layout = _layout(asked, resumed)
+    layout = _layout(asked, resumed, settings)
     placement = placed(source.model.spec, layout, profile, settings)
     corpus = _corpus(asked, resumed, source, base or scratch_folder)
     if not corpus.samples(settings.seq):
@@ -145,14 +145,16 @@ def _settings(asked: Asked, resumed: Resumed | None, source: Source) -> RunSetti
     return settings
 
 
-def _layout(asked: Asked, resumed: Resumed | None) -> Layout:
-    """The layout, by default that of the run."""
+def _layout(asked: Asked, resumed: Resumed | None, settings: RunSettings) -> Layout:
+    """The layout, by default that of the run; ZeRO-3 computes in the run's dtype unless its own knob says otherwise."""
     text = asked.layout
     if text is None:
         text = str(resumed.facts.get("layout", "tp=1")) if resumed is not None else "tp=1"
     layout = parse_layout(text)
     if asked.schedule is not None:
         layout = layout.with_(schedule=parse_layout(f"schedule={asked.schedule}").schedule)
+    if layout.zero == 3 and "param_dtype" not in text:
+        layout = layout.with_(fsdp=replace(layout.fsdp or Fsdp(), param_dtype=settings.dtype))
     return layout if asked.micro_batch is None else layout.with_(micro_batch=asked.micro_batch)
 
 
