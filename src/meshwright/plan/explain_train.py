@@ -90,7 +90,7 @@ def explain_train(
         why = (
             "as asked"
             if recompute_fixed
-            else "without it the activations of the fullest rank do not fit beside the rest"
+            else f"without it the activations of the fullest rank do not fit beside the rest with {SPARE:.0%} to spare"
         )
         out.append(Reason("recompute", f"{work.recompute} recompute: {why}", {}))
     return (*out, *(_rival(axis, chosen, rival) for axis, rival in rivals.items()))

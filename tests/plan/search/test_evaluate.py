@@ -60,6 +60,7 @@ def test_cost_equals_the_row_prediction(spec: ModelSpec, engine: str, on: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("spec", "engine", "on"), ENGINES, ids=named)
 def test_cost_of_ten_thousand_layouts_equals_the_row_prediction(spec: ModelSpec, engine: str, on: str) -> None:
     c, x = coster(spec, on, Train(seq=4096, global_batch=128), engine)

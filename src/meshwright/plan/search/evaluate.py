@@ -1,4 +1,4 @@
-"""Costs a set of layouts: cuts tabulated once, then block by block of one depth, schedule and ZeRO stage."""
+"""Costs a set of layouts: cuts tabulated once, then block by block of one depth, schedule and split of the stages."""
 
 from __future__ import annotations
 

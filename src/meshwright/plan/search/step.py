@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from meshwright.plan.pipeline_time import idle_lines, split_backward
 from meshwright.plan.search.columns import Columns
 from meshwright.plan.search.data import DataSeconds, exposed
-from meshwright.plan.search.links import Group, Links
+from meshwright.plan.search.links import NEAR, Group, Links
 from meshwright.plan.search.stages import Pipeline, StageKind
 from meshwright.plan.search.tables import Tables, Works
 from meshwright.plan.training_time import CORNER, HOST, PARTS, SHOWN, STREAM, Rates
@@ -98,8 +98,8 @@ class Step:
         x, node = block.x, timing.links.cluster.devices_per_node
         near = np.minimum(x.pp, np.maximum(1, node // x.stage))
         # A case is a cut beside the place of a stage in its node: all that one micro-batch of a stage depends on.
-        code, first, self.case = np.unique(block.cuts * (1 << 24) + near, return_index=True, return_inverse=True)
-        self.cut, self.of_case = code >> 24, x.take(first)
+        code, first, self.case = np.unique(block.cuts * NEAR + near, return_index=True, return_inverse=True)
+        self.cut, self.of_case = code // NEAR, x.take(first)
         self.pipe = Group(timing.links, self.of_case.pp, near[first])
         self.blocking = "pp_beside" if block.at.virtual > 1 else "pp"
         self.stages = [self._stage(kind) for kind in pipeline.kinds]
