@@ -14,9 +14,10 @@ from typing import Any
 
 from bench.scoring import ScoreRow, summarize
 from bench.serving_rows import Pool, Run, family, read_runs
-from bench.serving_specs import cluster_for, cluster_of, place_pool
+from bench.serving_specs import cluster_for, cluster_of, place_pool, spec_of
 from bench.serving_work import capacity, lengths, worker
 from meshwright.errors import MeshwrightError
+from meshwright.plan.serve_memory import serve_memory
 from meshwright.plan.serving_time import ServingTime, log_width, serving_time
 from meshwright.plan.serving_time_pools import Pool as Side
 from meshwright.plan.serving_time_pools import pool_time
@@ -114,33 +115,47 @@ ALIASES = {"Llama-4-Scout": "Llama-4-Scout-17B-16E-Instruct", "Llama-4-Maverick"
            "DeepSeek-R1-0528": "DeepSeek-R1", "GPT-OSS-120B": "gpt-oss-120b", "GPT-OSS-20B": "gpt-oss-20b"}  # fmt: skip
 
 
+#: How these rows were run, from the pages that they cite (perf-overview.md of TensorRT-LLM, "Reproducing Benchmarked
+#: Results", commits 00f3768 and 03e27c7): requests of a run by lengths; a KV cache of 95 % of the memory that is free;
+#: attention data parallelism for every mixture of experts (its "TP8" is what the later page calls "DEP8": the same
+#: measurements within 1 %). Requests of one length are only admitted with room for all of it (the scheduler's
+#: default, GUARANTEED_NO_EVICT).
+REQUESTS = {
+    (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000,
+    (1000, 2000): 1500, (2048, 128): 3000, (2048, 2048): 1500, (5000, 500): 1500, (20000, 2000): 1000,
+    (1024, 1024): 3000, (8192, 1024): 1500, (1024, 8192): 1500, (32768, 1024): 1000, (1024, 32768): 1000,
+}  # fmt: skip
+CACHE_SHARE = 0.95
+
+
+def throughput_pool(row: Mapping[str, str], mixture: bool) -> Pool:
+    """Degrees of a row; a mixture of experts with one stage spreads attention as replicas (see ``REQUESTS``)."""
+    tp, pp, dp, ep = (int(row.get(axis) or 1) for axis in ("tp", "pp", "dp", "ep"))
+    return Pool(1, 1, tp, 1, tp) if mixture and pp == dp == 1 and tp > 1 else Pool(tp, pp, dp, 1, ep)
+
+
 def throughput_rows(truth: Path) -> list[ScoreRow]:
-    """Output tokens a second of ``trtllm-bench`` with unlimited requests.
+    """Output tokens a second of ``trtllm-bench`` with all requests sent at once.
 
     Raises:
         FileNotFoundError: the folder has no ``ground_truth.csv``.
     """
-    known: dict[object, int] = {}
-    found = []
     with (truth / "ground_truth.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["source"] == THROUGHPUT:
-                found.append(_throughput(row, known))
-    return found
+        return [_throughput(row) for row in csv.DictReader(file) if row["source"] == THROUGHPUT]
 
 
-def _throughput(row: Mapping[str, str], known: dict[object, int]) -> ScoreRow:
-    degrees = {axis: int(row.get(axis) or 1) for axis in ("tp", "pp", "dp", "ep")}
+def _throughput(row: Mapping[str, str]) -> ScoreRow:
     measured = float(row["value"]) * (int(row["n_gpus"]) if row["unit"].endswith("GPU") else 1)
     name = f"{row['model']} {row['gpu']}x{row['n_gpus']} {row['isl']}+{row['osl']} tp={row['tp']} pp={row['pp']}"
     model = ALIASES.get(row["model"], row["model"])
     value, reason = None, ""
     try:
-        pool = Pool(degrees["tp"], degrees["pp"], degrees["dp"], 1, degrees["ep"])
+        pool = throughput_pool(row, spec_of(model, row["dtype"]).moe is not None)
         placement = place_pool(model, row["dtype"], "trtllm", worker(pool))
         cluster = cluster_of(GPUS[row["gpu"]], pool.devices)
         isl, osl = int(row["isl"]), int(row["osl"])
-        held = min(capacity(placement, cluster, isl, osl, known), MAX_BATCH * pool.dp)
+        memory = serve_memory(placement, cluster, Serve(isl=isl, osl=osl), ServeSettings(utilization=CACHE_SHARE))
+        held = min(memory.max_requests, MAX_BATCH * pool.dp, REQUESTS.get((isl, osl), memory.max_requests))
         if held < 1:
             reason = "the caches hold no request of this length"
         else:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from bench.score import SAMPLE
-from bench.score_serving_latency import peer_rows, predicted, rows, throughput_rows
+from bench.score_serving_latency import peer_rows, predicted, rows, throughput_pool, throughput_rows
 from bench.scoring import summarize
 from bench.serving_rows import Pool, family, read_runs, repaired
 from bench.serving_specs import spec_of
@@ -119,3 +119,12 @@ def test_the_shared_rows_keep_the_targets() -> None:
     assert middle["aggregated", "tpot"] < 0.10
     assert middle["aggregated", "ttft"] < 0.25
     assert middle["disaggregated", "tpot"] < 0.13
+
+
+def test_mixtures_of_the_throughput_rows_run_attention_as_replicas() -> None:
+    """The later page measures "DEP8" where the first one says "TP8": the same run, as its options say."""
+    row = {"tp": "8", "pp": "1", "dp": "", "ep": ""}
+    assert throughput_pool(row, mixture=True) == Pool(1, 1, 8, 1, 8)
+    assert throughput_pool(row, mixture=False) == Pool(8, 1, 1, 1, 1)
+    assert throughput_pool({**row, "pp": "2"}, mixture=True) == Pool(8, 2, 1, 1, 1)
+    assert throughput_pool({"tp": "1", "pp": "1", "dp": "4", "ep": "4"}, mixture=True) == Pool(1, 1, 4, 1, 4)

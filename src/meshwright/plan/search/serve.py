@@ -38,7 +38,7 @@ BISECTIONS = 6
 REFINED = 3
 #: Layouts, best first, whose whole curve over loads may give points of the front; of the others the loads count that
 #: the search looked at.
-CURVES = 16
+CURVES = 8
 
 
 class Point(NamedTuple):

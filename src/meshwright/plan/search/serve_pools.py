@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Layouts of each side that meet in pairs, best first.
 PREFILLS, DECODES = 4, 6
+#: Layouts whose decode steps are looked at, those that serve most as one pool first.
+LOOKED = 20
 #: Numbers of prefill workers that are tried for a pair, evenly spread.
 SPLITS = 16
 #: Splits that are predicted once more, best first.
@@ -155,7 +157,7 @@ def _decodes(ctx: ServeContext, probes: Sequence[Probe]) -> list[tuple[Probe, li
     """Layouts with the most tokens a second and device at a load that keeps the TPOT target, and the loads of a
     replica that do."""
     limit, found = ctx.workload.tpot_s, []
-    for probe in probes:
+    for probe in sorted(probes, key=lambda p: -p.best.goodput)[:LOOKED]:
         loads = list(_loads(max(1, probe.held // probe.layout.dp), probe, limit))
         if loads:
             most = loads[-1]
@@ -185,13 +187,15 @@ def _steps(probe: Probe, requests: int) -> Steps:
 def _splits(ctx: ServeContext, one: tuple[Probe, _Lane], other: tuple[Probe, list[int]]) -> Iterator[Split]:
     """All numbers of workers and loads of one pair."""
     (front, lane), (back, loads) = one, other
+    rate = transfer_rate(front.layout.world + back.layout.world, ctx.cluster)
+    move = back.curve.timer.engine.transfer_s + cache_bytes(back.placement, ctx.workload.isl) / rate
     devices, per = ctx.cluster.devices, (front.layout.world, back.layout.world)
     most = (devices - per[1]) // per[0]
     for count in range(1, most + 1, max(1, ceil(most / SPLITS))):
         rest = (devices - count * per[0]) // per[1]
         users = [ctx.workload.concurrency] if ctx.workload.concurrency else _totals(loads, rest * back.layout.dp)
         for total in users:
-            found = _one(ctx, (front, lane), back, (count, rest), total)
+            found = _one(ctx, (front, lane), back, (count, rest), total, move)
             if found is not None:
                 yield found
 
@@ -202,9 +206,10 @@ def _totals(loads: Sequence[int], replicas: int) -> list[int]:
 
 
 def _one(
-    ctx: ServeContext, one: tuple[Probe, _Lane], back: Probe, workers: tuple[int, int], users: int
+    ctx: ServeContext, one: tuple[Probe, _Lane], back: Probe, workers: tuple[int, int], users: int, move: float
 ) -> Split | None:
-    """One split by the closed formulas; None where the decode side does not hold the requests or the rate is missed."""
+    """One split by the closed formulas, ``move``: seconds of a cache between the workers; None where the decode side
+    does not hold the requests or the rate is missed."""
     (front, lane), work, c = one, ctx.workload, constants()
     replicas, lanes = back.layout.dp * workers[1], front.layout.dp * workers[0]
     running = max(1, ceil(users / replicas))
@@ -218,8 +223,6 @@ def _one(
         share = running / (power // 2) - 1
         steps = Steps(*(x + (y - x) * share for x, y in zip(below, steps, strict=True)))
     prompt = lane.solo + (lane.full - lane.solo) * min(users / lanes / FULL_LANES, 1.0)
-    rate = transfer_rate(front.layout.world + back.layout.world, ctx.cluster)
-    move = engine.transfer_s + cache_bytes(back.placement, work.isl) / rate
     host = Host(engine.request_s, 0.5, c["queue"])
     burst = 1.0 / max(Conditions().prompts_per_user, 1.0)
     t = pools(steps._replace(prompt=prompt, floor=lane.floor), users, lanes, replicas, work.osl, move, host, burst)
