@@ -5,7 +5,8 @@ output. Comments directly above a block say how it is run and shown:
 
     <!-- exit 1 -->            the exit code that every command of the block must have (default 0)
     <!-- show REGEX -->        keep the paragraphs of the output that match; what is left out becomes ``...``
-    <!-- file NAME -->         the block is no command but a file: written to the folder that commands run in
+    <!-- file NAME -->         the block is no command but a file: written to the folder that commands run in (or to a
+                               folder in it)
 
 A command may end in ``> NAME``: its output is then written to that file of the folder and not shown.
 
@@ -125,7 +126,10 @@ class Runner:
     def write(self, block: Block) -> None:
         """Write a ``file`` block into the folder."""
         assert block.file is not None
-        (self.folder / Path(block.file).name).write_text(block.body, encoding="utf-8")
+        path = (self.folder / block.file).resolve()
+        assert path.is_relative_to(Path(self.folder).resolve()), block.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.body, encoding="utf-8")
 
 
 def paragraphs(output: str) -> Iterator[list[str]]:

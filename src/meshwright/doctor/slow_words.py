@@ -6,7 +6,7 @@ from __future__ import annotations
 def time_text(seconds: float) -> str:
     """``142 ms``, ``1.1 ms``, ``46.3 s``, ``12 us``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= size * (10 if unit == "s" else 1):
+        if abs(seconds) >= size:
             return f"{_short(seconds / size)} {unit}"
     return f"{_short(seconds * 1e6)} us"
 
