@@ -7,16 +7,19 @@ from pathlib import Path
 
 import typer
 
+from meshwright.cli.handoff import Asked, hand_off, refuse_own
 from meshwright.cli.parse import in_range, one_of
 from meshwright.errors import InputError
 
 MAX_TOKENS = 1 << 24
 
-_MODEL = typer.Argument(help="Folder with config.json and safetensors weights.")
+_MODEL = typer.Argument(help="Folder with config.json and safetensors weights; with --engine also a name or hub id.")
+_LOG = typer.Option(None, "--log", help="With --engine: file of what it prints.")
+_FLAGS = typer.Option([], "--flag", help="With --engine: more flags for it, in quotes. May be given several times.")
 
 
 def serve(
-    model: Path = _MODEL,
+    model: str = _MODEL,
     layout: str | None = typer.Option(
         None, "--layout", help="Degrees: tp=2,pp=2; dp=2 are replicas behind one address."
     ),
@@ -42,19 +45,38 @@ def serve(
     block_size: int = typer.Option(16, "--block-size", help="Tokens of a block of the KV cache."),
     prefix_cache: bool = typer.Option(True, "--prefix-cache/--no-prefix-cache", help="Equal beginnings share blocks."),
     restarts: int = typer.Option(3, "--restarts", help="How often ranks that died are started anew."),
+    engine: str = typer.Option(
+        "meshwright", "--engine", help="meshwright, or vllm, sglang: plan, start and compare it."
+    ),
+    on: str = typer.Option("here", "--on", help="With --engine: NODESxDEVICESxKIND@LINK, a TOML file, or here."),
+    isl: int = typer.Option(1024, "--isl", help="With --engine: input tokens of a request."),
+    osl: int = typer.Option(256, "--osl", help="With --engine: output tokens of a request."),
+    deployment: str | None = typer.Option(None, "--deployment", help="With --engine: how nodes are started: mp, ray."),
+    program: str | None = typer.Option(None, "--program", help="With --engine: its program, where not on the path."),
+    flag: list[str] = _FLAGS,
+    log: Path | None = _LOG,
+    ready: str = typer.Option("1800s", "--ready-timeout", help="With --engine: longest wait until it is healthy."),
+    once: bool = typer.Option(False, "--once", help="With --engine: end it once it was healthy and compared."),
 ) -> None:
-    """Serve a checkpoint over HTTP: completions, chat, streams; metrics at /metrics."""
+    """Serve over HTTP, by our own engine or by the planned point of another one."""
+    one_of(launch, "--launch", ("local", "ray"))
+    if engine != "meshwright":
+        own = {"--prefill": prefill, "--decode": decode, "--address": ray_address, "--name": name, "--dtype": dtype}
+        refuse_own(own | {"--api-key": api_key, "--cache-tokens": cache_tokens})
+        how = "ray" if launch == "ray" and deployment is None else deployment
+        asked = Asked(model, on, layout, engine, isl, osl, max_len, how, program, tuple(flag), port, log, ready, once)
+        hand_off(asked)
+        return
     in_range(port, "--port", 0, 65535)
     in_range(max_sequences, "--max-sequences", 1, 4096)
     in_range(max_batch_tokens, "--max-batch-tokens", 1, 1 << 17)
     in_range(max_queue, "--max-queue", 1, 1 << 20)
     in_range(block_size, "--block-size", 1, 1 << 12)
     in_range(restarts, "--restarts", 0, 1000)
-    for flag, value in (("--max-len", max_len), ("--cache-tokens", cache_tokens)):
-        in_range(1 if value is None else value, flag, 1, MAX_TOKENS)
+    for given, value in (("--max-len", max_len), ("--cache-tokens", cache_tokens)):
+        in_range(1 if value is None else value, given, 1, MAX_TOKENS)
     one_of(dtype, "--dtype", ("bf16", "f16", "f32"))
     one_of(device, "--device", ("cpu", "cuda"))
-    one_of(launch, "--launch", ("local", "ray"))
     if (prefill is None) != (decode is None) or (prefill is not None and layout is not None):
         raise InputError("give --layout, or both --prefill and --decode")
     _need()
@@ -68,7 +90,7 @@ def serve(
         restarts,
     )  # fmt: skip
     first = prefill or layout or "tp=1"
-    config = engine_config(model, first, engines.profile("meshwright"), wishes, decode)
+    config = engine_config(Path(model), first, engines.profile("meshwright"), wishes, decode)
     if launch == "ray":
         config = on_ray(config, ray_address)
     address = Address(host, port, name or "", key_from(api_key))

@@ -78,6 +78,10 @@ def of_command(pasted: Pasted, layout: Layout, cut: tuple[int, ...]) -> Iterator
     yield from _connector(pasted.words, layout)
 
 
+#: Tokens whose multiples are blocks of the attention on CPU (v1/attention/backends/cpu_attn.py, MultipleOf(32)).
+CPU_BLOCK = 32
+
+
 def with_model(invocation: Invocation, spec: ModelSpec, cluster: Cluster | None) -> list[Rule]:
     """Findings that need the model, or the cluster, beside the command."""
     layout, given = invocation.layout, dict(invocation.given)
@@ -88,7 +92,23 @@ def with_model(invocation: Invocation, spec: ModelSpec, cluster: Cluster | None)
         found += balanced_experts(spec, layout, _redundant(given))
     if cluster is not None:
         found += _one_node(invocation, layout, cluster)
+        if cluster.device.kind == "cpu" and not spec.mla:
+            found += _cpu_blocks(whole_number(given.get("--block-size", "")))
     return found
+
+
+def _cpu_blocks(size: int | None) -> Iterator[Rule]:
+    """Attention on CPU takes blocks of 32 tokens and multiples only; the start fails otherwise (seen with 0.32)."""
+    if size is not None and size % CPU_BLOCK:
+        yield broken(
+            "cpu_block_size",
+            "illegal",
+            f"--block-size {size} is no multiple of {CPU_BLOCK}, which attention on CPU needs",
+            f"use {-(-size // CPU_BLOCK) * CPU_BLOCK}, or leave it to vLLM (128)",
+            "v1/attention/backends/cpu_attn.py",
+            block_size=size,
+            multiple=CPU_BLOCK,
+        )
 
 
 def _redundant(given: Mapping[str, str]) -> int:

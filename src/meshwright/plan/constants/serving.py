@@ -155,7 +155,8 @@ def step_defaults(engine: str, version: str, device: Device) -> StepDefaults:
         if device.memory_bytes >= s["memory_gib"] * GIB and not device.name.startswith(tuple(s.get("except", ["?"])))
     )
     share = [v for start, v in raw["utilization"] if version_key(start) <= key or start == "0.0"][-1]
-    return StepDefaults(steps["batched_tokens"], steps["sequences"], raw["block_size"], share)
+    block = raw.get("cpu_block_size", raw["block_size"]) if device.kind == "cpu" else raw["block_size"]
+    return StepDefaults(steps["batched_tokens"], steps["sequences"], block, share)
 
 
 def headroom(engine: str) -> Mapping[str, Any] | None:
