@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.doctor.incident import COMPLETED, MAX_RANK, SCHEDULED, Frame, Group, Incident, Signature, Trace
 from meshwright.doctor.readers import Source
 from meshwright.errors import InputError
+from meshwright.ledger.schema import Entry
 
 NAME = "ledger"
 
@@ -21,8 +22,6 @@ MAX_LINE_BYTES = 1 << 22
 MAX_ROWS = 4_000_000
 _HEAD = re.compile(rb'\s*\{"version"\s*:\s*\d{1,4}\s*,\s*"meta"\s*:\s*\{')
 _RANKS = re.compile(r"\d{1,8}(?:-\d{1,8}(?::\d{1,8})?)?(?:,\d{1,8})*")
-#: The recorder numbers groups of the same ranks.
-_TWIN = re.compile(r" \(\d{1,4}\)$")
 #: The second group of the same ranks and so on, as ``runtime.c10d.twin`` tells them apart.
 _TWIN = re.compile(r" \(\d{1,6}\)$")
 _HAND_OFFS = ("send", "recv")
@@ -35,7 +34,6 @@ def sniff(head: bytes, name: str) -> bool:
 
 def ranks_of(text: str) -> tuple[int, ...]:
     """Ranks behind a group's name such as ``0-7``, ``0-56:8``, ``0,1,5``, ``0-7 (2)``; empty for any other name."""
-    text = _TWIN.sub("", text)
     text = _TWIN.sub("", text)
     if _RANKS.fullmatch(text) is None:
         return ()
@@ -82,10 +80,12 @@ class _Rows:
         self.offset_ns = 0
         self.seen: dict[tuple[str, int], int] = {}
         self.groups: dict[str, int] = {}
+        self.timed: list[Entry] = []
 
     def add(self, row: dict[str, Any]) -> None:
         """One entry of the ledger."""
         op, group = _str(row, "op"), _str(row, "group", 4096)
+        self._time(row, op, group)
         if op is None or group is None:
             return
         if group not in self.groups:
@@ -105,6 +105,24 @@ class _Rows:
         trace.state.append(COMPLETED if row.get("state") == "completed" else SCHEDULED)
         trace.p2p.append(p2p)
         trace.created_ns.append(at + self.offset_ns if at is not None else 0)
+
+    def _time(self, row: dict[str, Any], op: str | None, group: str | None) -> None:
+        """Keep what tells of time."""
+        ended = _int(row, "ended_ns")
+        if op is None or ended is None:
+            return
+        entry = Entry("", op, group=group, phase=_str(row, "phase", 40), step=_int(row, "step"))
+        entry.name, entry.peer, entry.payload_bytes = (
+            _str(row, "name", 80),
+            _int(row, "peer"),
+            _int(row, "payload_bytes"),
+        )
+        entry.enqueued_ns, entry.started_ns, entry.ended_ns = _int(row, "enqueued_ns"), _int(row, "started_ns"), ended
+        entry.wire_bytes, entry.dtype = _int(row, "wire_bytes"), _str(row, "dtype", 40)
+        members = ranks_of(group) if group is not None else ()
+        if entry.peer is not None and op in _HAND_OFFS and members:
+            entry.peer = members[entry.peer] if 0 <= entry.peer < len(members) else None
+        self.timed.append(entry)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -163,6 +181,17 @@ def read(source: Source, incident: Incident) -> None:
     rows.trace.member_of = tuple(rows.groups.values())
     _complete(rows.trace, incident)
     incident.add_trace(rows.trace)
+    if rows.timed and all(t.rank != rank for t in incident.tracks):
+        _add_track(rank, source, rows)
+
+
+def _add_track(rank: int, source: Source, rows: _Rows) -> None:
+    """What the times tell, where steps are told apart."""
+    from meshwright.doctor.readers.ledger_track import track_of
+
+    track = track_of(rank, source.name, rows.timed, rows.offset_ns, rows.incident.world)
+    if track is not None:
+        rows.incident.tracks.append(track)
 
 
 def _complete(trace: Trace, incident: Incident) -> None:
