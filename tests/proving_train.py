@@ -13,6 +13,7 @@ from meshwright.prove.train import TrainProof, alone, in_f32, judge_training, pe
 from meshwright.prove.train_predict import TrainRequest, predict
 from meshwright.runtime.folder import read_folder
 from meshwright.runtime.launch.local import run_local
+from meshwright.runtime.mutate_train import train_mutation
 from meshwright.runtime.proof import routing_of
 from meshwright.runtime.train.source import check_trainable
 from meshwright.runtime.train_proof import RankTrain, TrainJob, run_train_proof
@@ -50,8 +51,11 @@ def train_proofs(
     for case in cases:
         placement = legal(spec, in_f32(parse_layout(case.layout)), check_trainable)
         path = f"{numbers}.{_grouped(placement.layout)}"
-        jobs.append(replace(first, placement=placement, mutation=case.mutation, numbers=path, **case.options))
-    apart = {_grouped(job.placement.layout): alone(job) for job in jobs}
+        drawn = 1 if case.mutation and train_mutation(case.mutation, placement).drawn else None
+        path += ".drawn" * (drawn is not None)
+        job = replace(first, placement=placement, mutation=case.mutation, numbers=path, drawn=drawn, **case.options)
+        jobs.append(job)
+    apart = {job.numbers: alone(job) for job in jobs}
     single = run_local(run_train_proofs, 1, (list(apart.values()),), timeout_s)[0]
     references = dict(zip(apart, single, strict=True))
     ranks = run_local(run_train_proofs, jobs[0].placement.layout.world, (jobs,), timeout_s)
@@ -64,7 +68,7 @@ def train_proofs(
         if str(request) not in predicted:
             predicted[str(request)] = predict(request)
         proof = TrainProof(spec.name, wanted, wanted.world, "a test", case.mutation, predicted=predicted[str(request)])
-        judge_training(proof, references[_grouped(wanted)], [rank[number] for rank in ranks])
+        judge_training(proof, references[jobs[number].numbers], [rank[number] for rank in ranks])
         proof.peaks = peaks_of(proof, [rank[number] for rank in ranks])
         out.append(proof)
     return out

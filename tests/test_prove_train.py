@@ -128,6 +128,7 @@ FOUR = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(2))
 def test_four_ranks(models: Path, tmp_path: Path, part: int) -> None:
     cases = [Case(layout) for layout in FOUR[part::2]]
@@ -138,6 +139,7 @@ EXPERTS = ["tp=2", "tp=2,ep=2", "dp=2,ep=2", "cp=2,ep=2", "dp=2,ep=2,zero=3", "p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2"])
 def test_experts_on_two_ranks(models: Path, tmp_path: Path, name: str) -> None:
     cases = [Case(layout) for layout in EXPERTS] + [Case("dp=2,ep=2", options={"recompute": "full"})]
@@ -145,6 +147,7 @@ def test_experts_on_two_ranks(models: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
 def test_families_on_two_ranks(models: Path, tmp_path: Path, name: str) -> None:
     cases = [Case("tp=2"), Case("tp=2,sp=on"), Case("cp=2"), Case("pp=2,schedule=zb-h1"), Case("dp=2,zero=3")]

@@ -131,9 +131,9 @@ def prove_training(
     ids = tuple(tuple(chance.randrange(spec.vocab) for _ in range(seq + 1)) for _ in range(batch))
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as scratch:
         numbers = f"{scratch}/numbers"
-        job = TrainJob(
-            folder, placement, ids, tuple(range(batch)), numbers, recompute, optimizer, steps, mutation=mutate
-        )
+        order, drawn = tuple(range(batch)), seed if mistake is not None and mistake.drawn else None
+        job = TrainJob(folder, placement, ids, order, numbers, recompute, optimizer, steps)
+        job = replace(job, mutation=mutate, drawn=drawn)
         say("one process, in fp64")
         with timed(proof, "one process"):
             reference = run_local(run_train_proof, 1, (alone(job),), timeout_s)[0]

@@ -1,4 +1,7 @@
-"""Planted mistakes of training, for ``prove --train --mutate``: each must be found. Importing this imports no torch."""
+"""Planted mistakes of training, for ``prove --train --mutate``: each must be found. Importing this imports no torch.
+
+Most are those that users of other runtimes reported: silent ones, where loss and forward are right.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping
 
 from meshwright.errors import InputError
 from meshwright.runtime.mutate_gradients import GRADIENT_MISTAKES
+from meshwright.runtime.mutate_steps import STEP_MISTAKES
 from meshwright.runtime.train_mutation import TrainMutation
 from meshwright.specs.placement import Placement
 
@@ -25,7 +29,5 @@ def train_mutation(name: str, placement: Placement) -> TrainMutation:
     return found
 
 
-_ALL: tuple[TrainMutation, ...] = (*GRADIENT_MISTAKES,)
-
 #: By name, in the order in which they are listed.
-TRAIN_MUTATIONS: Mapping[str, TrainMutation] = {m.name: m for m in _ALL}
+TRAIN_MUTATIONS: Mapping[str, TrainMutation] = {m.name: m for m in (*GRADIENT_MISTAKES, *STEP_MISTAKES)}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 #: Patches of ``unittest.mock`` for one rank.
 Patch = Callable[["Mesh"], list[Any]]
+Needs = Callable[[Placement], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,14 @@ class TrainMutation:
         name: of ``--mutate``. says: what goes wrong, for people.
         needs: what a placement lacks in which it cannot be planted, or None where it can.
         patch: patches of ``unittest.mock`` that hold while the rank trains.
+        drawn: it is seen only from random first weights, so the proof starts from such.
     """
 
     name: str
     says: str
-    needs: Callable[[Placement], str | None]
+    needs: Needs
     patch: Patch
+    drawn: bool = False
 
     @contextmanager
     def planted(self, mesh: Mesh) -> Iterator[None]:

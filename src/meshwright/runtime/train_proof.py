@@ -54,6 +54,7 @@ class TrainJob:
             (``proof.routing_of``) the experts that every token chose.
         dtype: of parameters and activations.
         mutation: name of a planted mistake.
+        drawn: seed of random first weights (``train.init``); None: those of the checkpoint.
     """
 
     folder: str
@@ -67,6 +68,7 @@ class TrainJob:
     dtype: Literal["f32", "f64"] = "f32"
     reference: bool = False
     mutation: str | None = None
+    drawn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,7 @@ def run_train_proof(rank: int, job: TrainJob) -> RankTrain:
     from meshwright.runtime.mesh import build_mesh
     from meshwright.runtime.mutate_train import train_mutation
     from meshwright.runtime.record import Recorder
+    from meshwright.runtime.train.init import random_weights
     from meshwright.runtime.train.state import build_state
     from meshwright.runtime.train.step import train_step
     from meshwright.runtime.train_memory import PassingBytes
@@ -157,10 +160,13 @@ def run_train_proof(rank: int, job: TrainJob) -> RankTrain:
     placement, at = job.placement, job.placement.coordinate(rank)
     mistake = train_mutation(job.mutation, placement) if job.mutation else None
     model = read_folder(job.folder)
-    weights = load(model, placement, at, TORCH_DTYPES[job.dtype])
     out = RankTrain(rank)
-    mesh = build_mesh(placement, rank)
+    mesh, dtype = build_mesh(placement, rank), TORCH_DTYPES[job.dtype]
     with mistake.planted(mesh) if mistake else nullcontext():
+        if job.drawn is None:
+            weights = load(model, placement, at, dtype)
+        else:
+            weights = {n: x.to(dtype) for n, x in random_weights(model, placement, at, job.drawn).items()}
         state = build_state(mesh, weights, model.settings, options_of(job))
         del weights
         recorder = None if job.reference else Recorder(placement, rank, matmuls=True)
