@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.specs.layout import parse_layout
+from tests import proving_train
 from tests.runtime.train.models import folder_of
 from tests.runtime.train.steps import Case, assert_same
 
@@ -103,3 +105,23 @@ def test_recompute_and_balance_compose(
     model: str, layout: str, options: dict[str, object], folder: Callable[[str], Path]
 ) -> None:
     assert_same(Case(folder(model), layout, options=tuple(options.items())))
+
+
+def _by_model_and_world() -> list[object]:
+    """Model and layouts of equally many ranks: proven in one launch."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for model, layout in (*DENSE, *MIXTURES):
+        groups.setdefault((model, parse_layout(layout).world), []).append(layout)
+    return [pytest.param(m, layouts, id=f"{m}-{world}") for (m, world), layouts in groups.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layouts"), _by_model_and_world())
+def test_compositions_send_what_was_foretold(
+    model: str, layouts: list[str], folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The whole proof of each: against fp64, the ledger entry by entry, bytes of states by ZeRO stage."""
+    cases = [proving_train.Case(layout) for layout in layouts]
+    proofs = proving_train.train_proofs(folder(model), cases, numbers=tmp_path / "numbers", timeout_s=500)
+    wrong = [f"{p.layout}: {p.first}" for p in proofs if not p.proven]
+    assert not wrong, wrong

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.moves.pipeline import Action, Table, refusal, schedule
+from meshwright.moves.pipeline import Action, Table, refusal, schedule, simulate
 from meshwright.runtime.launch.local import run_local
 from meshwright.runtime.mesh import Group
 from meshwright.runtime.train.pipeline import Outcome, Pipeline
 from meshwright.runtime.train.stage import Stage
-from tests.runtime.train.toy import Toy, micro_batches
+from tests.runtime.train.toy import Sleeper, Toy, micro_batches
 
 #: Ranks share cores with whatever else runs.
 pytestmark = pytest.mark.timeout(600)
@@ -137,3 +137,42 @@ def test_a_gradient_scaled_by_micro_batches_is_found() -> None:
     pipeline = Pipeline(schedule("gpipe", 1, 3), {0: Stage(chunks[0])}, group, torch.device("cpu"))
     pipeline.run(micro_batches(3), 0.125 * 3)
     assert all(torch.dist(p.grad, want[n]) > want[n].norm() for n, p in chunks[0].names.items())
+
+
+#: Hidden states of 64 KiB.
+ROWS, COLUMNS = 64, 256
+#: Schedules of which the time is measured, with 6 micro-batches.
+TIMED = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zbv", 2), ("dualpipev", 2))
+
+
+def _sleep(rank: int, stages: int) -> list[list[tuple[int, int]]]:
+    """Every schedule three times with chunks that sleep: begin and end of the rank's actions."""
+    members = list(range(stages))
+    group = Group("pp", tuple(members), rank, dist.new_group(members, group_desc="pp"))
+    out = []
+    for name, virtual in TIMED * 3:
+        table = schedule(name, stages, 6, virtual)
+        places = [place for place in range(table.chunks) if table.rank_of(place) == rank]
+        own = {place: Stage(Sleeper(place == 0, place == table.chunks - 1)) for place in places}
+        pipeline = Pipeline(table, own, group, torch.device("cpu"))
+        dist.barrier()
+        outcome = pipeline.run([torch.ones(ROWS, COLUMNS)] * 6, 1.0)
+        out.append([(span.began_ns, span.ended_ns) for span in outcome.spans])
+    return out
+
+
+@pytest.mark.slow
+def test_the_bubble_is_that_of_the_simulation() -> None:
+    """Idle share of three ranks, measured: within a tenth of the simulated one, or a hundredth of the time (best of three)."""
+    ranks = run_local(_sleep, 3, (3,), 500)
+    for number, (name, virtual) in enumerate(TIMED):
+        runs = [[rank[turn] for rank in ranks] for turn in range(number, len(ranks[0]), len(TIMED))]
+        measured = min(map(_idle, runs))
+        foretold = simulate(schedule(name, 3, 6, virtual), 1.0, 2.0).bubble
+        assert measured == pytest.approx(foretold, rel=0.1, abs=0.01), name
+
+
+def _idle(ranks: list[list[tuple[int, int]]]) -> float:
+    """Share of the time between the first begin and the last end in which ranks did nothing."""
+    lasted = max(end for spans in ranks for _, end in spans) - min(began for spans in ranks for began, _ in spans)
+    return 1 - sum(end - began for spans in ranks for began, end in spans) / (len(ranks) * lasted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -83,3 +84,44 @@ def micro_batches(count: int) -> list[tuple[Tensor, Tensor]]:
         )
         for n in range(count)
     ]
+
+
+class _Wait(torch.autograd.Function):
+    """Hands a tensor on after some seconds; its input and its weight gradient take as long each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.weight, ctx.seconds, ctx.later = weight, seconds, later.current()
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        def make() -> Tensor:
+            time.sleep(ctx.seconds)
+            return torch.zeros_like(ctx.weight)
+
+        time.sleep(ctx.seconds)
+        if ctx.later.open:
+            ctx.later.add(ctx.weight, make)
+            return gradient, None, None
+        return gradient, make(), None
+
+
+class Sleeper(nn.Module):
+    """A chunk that takes no core but time: forward, input gradient and weight gradient ``SECONDS`` each."""
+
+    dtype = torch.float32
+    SECONDS = 0.08
+
+    def __init__(self, first: bool, last: bool) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def input_shape(self, batch: Tensor) -> tuple[int, ...]:
+        return tuple(batch.shape)
+
+    def forward(self, x: Tensor | None, batch: Tensor) -> Tensor:
+        out = _Wait.apply(batch.clone().requires_grad_() if x is None else x, self.weight, self.SECONDS)
+        return out.sum() if self.last else out
