@@ -92,6 +92,9 @@ def plan_serve(
     found = read_calibration(Path(calibration)) if calibration is not None else None
     plan = decide(spec, cluster, workload, profile, settings or ServeSettings(), _layout(layout), found, split=split)
     notes = (*spec.assumptions, *cluster.notes, *(plan.chosen.memory.notes if plan.chosen else ()))
+    if plan.chosen is not None and plan.chosen.copies > 1:
+        each = f"the commands start one copy on {plan.chosen.layout.world} devices"
+        notes = (*notes, f"{each}: start {plan.chosen.copies} of them and deal out the requests between them")
     named = replace(plan, notes=notes, asked=model if isinstance(model, str) else spec.name)
     return replace(named, commands=usual_commands(named) if named.legal and _starts(named) else ())
 

@@ -148,6 +148,7 @@ BAD = [
     (("plan", "serve", "MODEL", "--on", "8xH100-SXM", "--isl", "-5"), "-5"),
     (("plan", "serve", "MODEL", "--on", "8xH100-SXM", "--gpu-memory-utilization", "1.5"), "1.5"),
     (("plan", "serve", "MODEL", "--on", "8xH100-SXM", "--max-model-len", "10"), "10"),
+    (("plan", "serve", "MODEL", "--on", "8xH100-SXM", "--split", "--layout", "tp=2"), "--split"),
     (("plan", "serve", "MODEL", "--on", "8xH100-SXM", "--kv-cache-dtype", "float7"), "float7"),
     (("plan", "serve", "MODEL", "--on", "8xH100-SXM", "--dtype", "float7"), "float7"),
     (("plan", "serve", "MODEL", "--on", "8xH100-SXM", "--quantization", "magic"), "magic"),

@@ -141,3 +141,17 @@ def test_layers_that_differ_are_shown_apart() -> None:
         colours = {category(e) for e in found[0][1]}
         assert colours == {"products", "experts", "attention", "elementwise", "communication", "launch"}
         assert "experts" not in {category(e) for e in found[1][1]}
+
+
+def test_the_front_and_the_pools_of_a_search_are_drawn() -> None:
+    plan = plan_serve("llama-3.1-70b", "2x8xH100-SXM@ib-400g", Serve(isl=2000, osl=300, ttft_s=2.0, tpot_s=0.03))
+    curves = serving_curves(plan)
+    assert plan.served is not None
+    assert plan.served.split is not None
+    assert [c.role for c in curves].count("pools") == len(plan.served.split.ratios)
+    chosen = curves[0]
+    assert plan.settings is not None
+    assert plan.chosen is not None
+    limit = (plan.settings.max_num_seqs or 0) * plan.chosen.layout.dp
+    assert chosen.points[-1].load > limit, "the curve goes on beyond the load that is recommended"
+    assert chosen.points[0].x < chosen.own.x < chosen.points[-1].x

@@ -142,13 +142,15 @@ def lost_to(ctx: ServeContext, chosen: Probe, other: Probe) -> str:
     """One clause: how the other layout compares with the chosen (or given) one, by predicted figures."""
     parts = ["TP crosses nodes"] if avoided(other) > avoided(chosen) else []
     word = "goodput" if ctx.judged else "tokens/s"
+    stated = ctx.workload.concurrency is not None or ctx.workload.rate is not None
+    best = " at its best load" if ctx.judged and stated else ""
     ratio = other.best.goodput / chosen.best.goodput if chosen.best.goodput else 1.0
     if not other.best.meets:
         parts.append(breaks(ctx, other))
     elif abs(ratio - 1) < 0.005:
-        parts.append(f"the same {word}")
+        parts.append(f"the same {word}{best}")
     else:
-        parts.append(f"{abs(1 - ratio):.0%} {'more' if ratio > 1 else 'less' if ctx.judged else 'fewer'} {word}")
+        parts.append(f"{abs(1 - ratio):.0%} {'more' if ratio > 1 else 'less' if ctx.judged else 'fewer'} {word}{best}")
     if ratio < 0.995 or not other.best.meets:
         parts.append(difference(chosen, other))
     if other.devices > chosen.devices:

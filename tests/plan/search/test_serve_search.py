@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from time import process_time
 
 import pytest
 
@@ -172,3 +173,11 @@ def test_long_prompts_try_context_parallel_prefill() -> None:
     assert any(p.layout.cp > 1 for p in searched(plan).ranked)
     short = plan_serve("llama-3.1-8b", "8xH100-SXM", Serve(isl=2000, osl=100, ttft_s=1.0))
     assert not any(p.layout.cp > 1 for p in searched(short).ranked)
+
+
+def test_a_search_takes_seconds_of_cpu_at_most() -> None:
+    """1.5 s on a quiet machine; the limit leaves room for a busy one."""
+    started = process_time()
+    plan = plan_serve("deepseek-v3", "4x8xH200-SXM@ib-400g", Serve(isl=4000, osl=500, ttft_s=2.0, tpot_s=0.04))
+    assert process_time() - started < 6
+    assert searched(plan).size > 200
