@@ -1,4 +1,4 @@
-"""Products and norms with a backward, for training: what autograd cannot derive from the ops of ``runtime.linear``, or
+"""Products, norms and gates with a backward, for training: what autograd cannot derive from the ops of ``runtime.linear``, or
 would keep too much for.
 
 In the backward a function works in the place of the model that its forward had (``scope``), and leaves weight gradients
@@ -9,9 +9,11 @@ Legend: T tokens, K and N widths of a product, D width of a norm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -21,9 +23,7 @@ from meshwright.runtime.scope import Where, scope, where
 
 def backward_of(at: Where, name: str | None = None) -> scope:
     """The place of a forward in the backward that runs now; ``name``: of what is done there."""
-    now = where()
-    microbatch = now.microbatch if at.microbatch is None else at.microbatch
-    return scope(layer=at.layer, phase="backward", name=name, step=at.step, microbatch=microbatch, fresh=True)
+    return scope(layer=at.layer, phase="backward", name=name, step=at.step, microbatch=at.microbatch, fresh=True)
 
 
 class Product(torch.autograd.Function):
@@ -90,3 +90,32 @@ class RmsNorm(torch.autograd.Function):
 
 def _lifted(weight: Tensor, offset: float, wide: torch.dtype) -> Tensor:
     return weight.to(wide) + offset if offset else weight.to(wide)
+
+
+class SwiGlu(torch.autograd.Function):
+    """``silu(g) u``; keeps the sigmoid, so that the backward needs no exponentials."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, u: Tensor) -> Tensor:
+        """Both and the result of one shape."""
+        gate = g.sigmoid()
+        ctx.save_for_backward(g, u, gate)
+        return (g * gate).mul_(u)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """``silu'(g) = s + g s (1 - s)`` with s the sigmoid of g."""
+        g, u, gate = ctx.saved_tensors
+        act = g * gate
+        du = dy * act
+        slope = torch.addcmul(gate, act, 1 - gate).mul_(u)
+        return slope.mul_(dy), du
+
+
+def gated(act: Callable[[Tensor], Tensor], g: Tensor, u: Tensor) -> Tensor:
+    """``act(g) u``."""
+    if act is F.silu and torch.is_grad_enabled():
+        out: Tensor = SwiGlu.apply(g, u)  # type: ignore[no-untyped-call]
+        return out
+    return act(g) * u

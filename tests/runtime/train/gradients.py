@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright import engines
+from meshwright.runtime import later
 from meshwright.runtime.checkpoint import TORCH_DTYPES, load, own
 from meshwright.runtime.collectives import all_reduce
 from meshwright.runtime.folder import Model, read_folder
@@ -31,7 +32,10 @@ from meshwright.specs.placement import Placement, place
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed: ids ``(B, S)`` of the global batch with labels, dealt over dp in runs, in micro-batches."""
+    """What is computed: ids ``(B, S)`` of the global batch with labels, dealt over dp in runs, in micro-batches.
+
+    ``split``: weight gradients are put off. ``mistake``: planted while it runs.
+    """
 
     model: Model
     layout: str
@@ -43,6 +47,7 @@ class Work:
     documents: tuple[tuple[int, ...], ...] | None = None
     balance: Balance = NO_BALANCE
     mistake: str | None = None
+    split: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -102,10 +107,12 @@ def run(mesh: Mesh, chunk: TrainChunk, job: Work) -> Found:
         documents = None if job.documents is None else job.documents[rows]
         scale = 1.0 / job.micro_batches
         batch = batches.train_batch(mesh, job.ids[rows], job.labels[rows], documents=documents, aux_scale=scale)
-        with scope(phase="forward", microbatch=number):
+        queue = later.Later()
+        with scope(phase="forward", microbatch=number), queue.watching():
             loss = chunk(None, batch)
-        with scope(phase="backward", microbatch=number):
+        with scope(phase="backward", microbatch=number), queue.watching(putting_off=job.split):
             loss.backward(torch.tensor(1 / valid, dtype=loss.dtype))
+        queue.run()
         total += loss.detach().double() / valid
     data = mesh.group("dp+cp")
     missing = [name for name, p in chunk.weights().items() if p.grad is None]

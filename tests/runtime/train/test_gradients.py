@@ -80,9 +80,9 @@ PAIRS: list[tuple[str, str, dict[str, Any]]] = [
     ("even", "tp=2,sp=on", {"batch": 1}),  # 13 rows: shares of 7 + 6
     ("llama", "cp=2,cp_kind=ring", {"documents": DOCUMENTS, "dtype": "f32"}),
     ("even", "cp=2,cp_kind=ulysses", {"documents": DOCUMENTS, "recompute": "selective"}),
-    ("deepseek_v3", "cp=2,cp_kind=ring", {"recompute": "full", "balance": BALANCE}),
+    ("deepseek_v3", "cp=2,cp_kind=ring", {"recompute": "full", "balance": BALANCE, "split": True}),
     ("deepseek_v3", "tp=2,ep=2", {"balance": BALANCE}),
-    ("gpt_oss", "tp=2", {}),  # experts cut over tp: one rank adds their last bias
+    ("gpt_oss", "tp=2", {"split": True, "micro_batches": 2}),  # experts cut over tp: one rank adds their last bias
     ("gpt_oss", "cp=2,ep=2", {"seq": 20, "dtype": "f32"}),
     ("qwen3_moe", "dp=2,ep=2", {"micro_batches": 2, "balance": BALANCE, "recompute": "full"}),
     ("qwen3_moe", "dp=2,ep=2", {"batch": 2, "seq": 3}),  # some experts have no token

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from meshwright.runtime.differentiable import gated
 from meshwright.runtime.models.parts import ACTIVATIONS, LayerWeights, Linear, Step
 from meshwright.runtime.parallel.tensor import Edges
 
@@ -27,7 +28,7 @@ class GatedMlp:
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         """Run it on the tokens of a pass."""
         x_TD = self.edges.enter(x_TD, "mlp input")
-        h_TF = self.act(self.gate(x_TD)) * self.up(x_TD)
+        h_TF = gated(self.act, self.gate(x_TD), self.up(x_TD))
         return self.edges.leave(self.down.partial(h_TF), "mlp output", self.down.bias)
 
 

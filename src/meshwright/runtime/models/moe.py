@@ -24,6 +24,7 @@ from torch import Tensor
 
 from meshwright.errors import InputError
 from meshwright.moves.expert import dealt, slice_of
+from meshwright.runtime.differentiable import gated
 from meshwright.runtime.linear import linear
 from meshwright.runtime.loads import ExpertLog, Load
 from meshwright.runtime.mesh import Mesh
@@ -106,7 +107,7 @@ class GatedExpert:
 
     def __call__(self, x_RD: Tensor) -> Tensor:
         """Its rows through it."""
-        return self.down(self.act(self.gate(x_RD)) * self.up(x_RD))
+        return self.down(gated(self.act, self.gate(x_RD), self.up(x_RD)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +126,9 @@ class ClampedExpert:
 
     def __call__(self, x_RD: Tensor) -> Tensor:
         """Its rows through it."""
-        both = x_RD @ self.gate_up + self.gate_up_bias
+        both = linear(x_RD, self.gate_up.t(), self.gate_up_bias)
         gate, up = both[:, ::2].clamp(max=self.gate.limit), both[:, 1::2].clamp(-self.gate.limit, self.gate.limit)
-        y_RD = (gate * torch.sigmoid(self.gate.alpha * gate) * (up + 1)) @ self.down
-        return y_RD if self.down_bias is None else y_RD + self.down_bias
+        return linear(gate * torch.sigmoid(self.gate.alpha * gate) * (up + 1), self.down.t(), self.down_bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,8 @@ class TrainEdges(Edges):
     def leave(self, partial_TD: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
         """Sum of the partial results over tp, then the bias once."""
         if self.tp.size > 1:
-            partial_TD = moved(partial_TD, lambda x: summed(x, self.tp), _same, name)
+            # In place: what made the partial result keeps its inputs only.
+            partial_TD = moved(partial_TD, lambda x: all_reduce(x, self.tp), _same, name)
         return partial_TD if bias is None else partial_TD + bias
 
     def cut(self, x_TD: Tensor, low: int, high: int, name: str) -> Tensor:

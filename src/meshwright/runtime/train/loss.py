@@ -54,20 +54,22 @@ class VocabularyLoss(torch.autograd.Function):
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x_TD.device)
         wanted = ctx.needs_input_grad[:2]
-        dx = torch.empty_like(x_TD) if wanted[0] else None
-        dw = torch.zeros_like(head_VD) if wanted[1] else None
+        dx: list[Tensor] = []
+        dw: Tensor | None = None
         start = 0
         for rows in loss_pieces(x_TD.shape[0], v.widest):
             piece = slice(start, start + rows)
             loss, dz = _piece(x_TD[piece], head_VD, labels_T[piece], v)
             total += loss
             with backward_of(where()):
-                if dx is not None:
-                    dx[piece] = torch.ops.meshwright.linear(dz, head_VD.t(), None)
-                if dw is not None:
-                    dw += torch.ops.meshwright.linear(dz.t(), x_TD[piece].t(), None)
+                if wanted[0]:
+                    dx.append(torch.ops.meshwright.linear(dz, head_VD.t(), None))
+                if wanted[1]:
+                    more = torch.ops.meshwright.linear(dz.t(), x_TD[piece].t(), None)
+                    dw = more if dw is None else dw.add_(more)
             start += rows
-        ctx.made, ctx.weight, ctx.later, ctx.at = (dx, dw), head_VD, later.current(), where()
+        ctx.made = (torch.cat(dx) if len(dx) > 1 else dx[0] if dx else None), dw
+        ctx.weight, ctx.later, ctx.at = head_VD, later.current(), where()
         return total
 
     @staticmethod

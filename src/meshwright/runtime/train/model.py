@@ -112,7 +112,7 @@ class TrainLayer(nn.Module):
                 self.register_parameter(registered(name), weight)
             else:
                 self.register_buffer(registered(name), weight)
-        self._built: tuple[tuple[int, ...], DecoderLayer] | None = None
+        self._built: tuple[tuple[object, ...], DecoderLayer] | None = None
         self._router: TrainRouter | None = None
 
     def forward(self, x_RD: Tensor, step: TrainStep) -> Tensor:
@@ -139,13 +139,14 @@ class TrainLayer(nn.Module):
 
     def block(self) -> DecoderLayer:
         """The layer made of the parameters that are registered now."""
-        held = {**self._parameters, **self._buffers}
-        key = tuple(map(id, held.values()))
+        held = {name: x for name, x in (*self._parameters.items(), *self._buffers.items()) if x is not None}
+        key = torch.is_inference_mode_enabled(), *((id(x), x.data_ptr()) for x in held.values())
         if self._built is None or self._built[0] != key:
-            weights = {stored(name): x for name, x in held.items() if x is not None}
-            block = build_layer(
-                layer_weights(self.number, self._shards, weights), self._mesh, self._settings, self._edges
-            )
+            weights = {stored(name): x for name, x in held.items()}
+            with torch.enable_grad():  # pieces of a parameter must know where they come from
+                block = build_layer(
+                    layer_weights(self.number, self._shards, weights), self._mesh, self._settings, self._edges
+                )
             if isinstance(block.ffn, MixtureOfExperts):
                 self._prepare(block.ffn)
             self._built = key, block
