@@ -91,9 +91,9 @@ def read_corpus(data: Sequence[Path], vocab: int, end: int | None, tokenizer: Pa
     """
     if len(data) == 1 and data[0].suffix in {".npy", ".bin"}:
         return _ready(data[0], vocab)
+    files = list(_files(data))
     if tokenizer is not None and not usable(tokenizer):
         raise InputError(f"{tokenizer}: no {FILE} (or no package tokenizers); give token ids (.npy) or --tokenizer")
-    files = list(_files(data))
     mark = _fingerprint(files, vocab, end, tokenizer)
     made = folder / f"tokens-{mark[:16]}.bin"
     about = made.with_suffix(".json")

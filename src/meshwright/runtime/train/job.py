@@ -131,10 +131,12 @@ def check_steps(settings: RunSettings, step: int) -> None:
     """Refuse numbers that make no run.
 
     Raises:
-        InputError: a run that is over already.
+        InputError: a run that is over already, or shorter than its warm-up.
     """
     if settings.steps < step:
         raise InputError(f"--steps {settings.steps}: the checkpoint is of step {step} already; ask for more")
+    if settings.warmup > settings.steps:
+        raise InputError(f"--warmup {settings.warmup}: longer than the run of {settings.steps} steps; lower it")
 
 
 def fewer(job: TrainJob, ranks: int) -> Layout | None:

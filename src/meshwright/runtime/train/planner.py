@@ -32,7 +32,6 @@ from meshwright.errors import InputError
 from meshwright.moves.reshard import Box, disjoint
 from meshwright.runtime.train.pieces import TensorPiece
 
-
 #: Key of the state dict under which the copies lie: as one entry, because DCP logs every entry at length.
 COPIES = "boxes"
 

@@ -126,7 +126,6 @@ def _settings(asked: Asked, resumed: Resumed | None, source: Source) -> RunSetti
     """Numbers of the run, with what was given now."""
     if resumed is not None:
         settings = settings_from(resumed.facts.get("settings"), str(resumed.folder / STATE)).changed(asked.settings)
-        check_steps(settings, resumed.step)
         fixed = {"seq", "seed"} & {name for name, value in asked.settings.items() if value is not None}
         before = settings_from(resumed.facts.get("settings"), "")
         for name in sorted(fixed):
@@ -137,6 +136,7 @@ def _settings(asked: Asked, resumed: Resumed | None, source: Source) -> RunSetti
                 )
     else:
         settings = RunSettings().changed(asked.settings)
+    check_steps(settings, resumed.step if resumed is not None else 0)
     longest = source.model.spec.max_positions
     if longest and settings.seq > longest:
         if asked.settings.get("seq") is not None or resumed is not None:
