@@ -1,5 +1,5 @@
-"""Products, norms and gates with a backward, for training: what autograd cannot derive from the ops of ``runtime.linear``, or
-would keep too much for.
+"""Products, norms and gates with a backward, for training: what autograd cannot derive from the ops of
+``runtime.linear``, or would keep too much for.
 
 In the backward a function works in the place of the model that its forward had (``scope``), and leaves weight gradients
 to the queue of a split backward where one is open (``later``).

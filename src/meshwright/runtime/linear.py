@@ -28,9 +28,8 @@ from meshwright.runtime.differentiable import Product
 PROBE_ROWS, PROBE_SHAPE, PROBE_RUNS = 8, (256, 1024), 5
 #: A way is taken when it is at least this much faster than ``F.linear``.
 CLEARLY = 1.15
-#: Rows from which oneDNN multiplies in training. Against MKL on one thread, fp32, 1024 rows: AVX2 forward 1.03 to 1.15,
-#: input gradients 0.7 to 1.04, weight gradients 0.5 to 1.0; AVX-512 (an EPYC of another vendor than MKL's) 1.5 to 2.5 in
-#: all three.
+#: Rows from which oneDNN multiplies in training. Its speed over that of MKL, one thread, fp32, 1024 rows, both CPUs EPYC:
+#: AVX2 forward 1.03 to 1.15, input gradients 0.7 to 1.04, weight gradients 0.5 to 1.0; AVX-512 1.5 to 2.5 in all three.
 ONEDNN_ROWS = 64
 #: Weights that gain as left operand: input at least so many times the output, or so many outputs.
 NARROW, VERY_WIDE = 2, 4096
@@ -97,7 +96,8 @@ def _traced(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A product of training: a parameter as the weight, or in a gradient, where the weight lies transposed."""
     rows = x.shape[0] if x.dim() == 2 else 0
     suits = weight.dtype == torch.float32 and rows >= ONEDNN_ROWS and torch.backends.mkldnn.is_available()
-    if suits and bias is None and (weight.is_contiguous() or _wide_registers()):
+    suits = suits and bias is None and weight.numel() > 0
+    if suits and (weight.is_contiguous() or _wide_registers()):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
         return out
     return F.linear(x, weight, bias)
