@@ -28,7 +28,7 @@ from meshwright.runtime.differentiable import Product
 PROBE_ROWS, PROBE_SHAPE, PROBE_RUNS = 8, (256, 1024), 5
 #: A way is taken when it is at least this much faster than ``F.linear``.
 CLEARLY = 1.15
-#: Rows from which oneDNN multiplies in training. Its speed over that of MKL, one thread, fp32, 1024 rows, both CPUs EPYC:
+#: Rows from which oneDNN multiplies in training. Its speed over that of MKL, one thread, fp32, 1024 rows, on EPYC CPUs:
 #: AVX2 forward 1.03 to 1.15, input gradients 0.7 to 1.04, weight gradients 0.5 to 1.0; AVX-512 1.5 to 2.5 in all three.
 ONEDNN_ROWS = 64
 #: Weights that gain as left operand: input at least so many times the output, or so many outputs.
