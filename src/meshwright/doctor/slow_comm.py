@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -65,7 +66,17 @@ class Traffic:
 
 
 def traffic(view: SlowView) -> list[Traffic]:
-    """By operation, the one with the longest exposed transfer first."""
+    """By operation, the one with the longest exposed transfer first; worked out once a view."""
+    if view not in _TRAFFIC:
+        _TRAFFIC[view] = _traffic(view)
+    return _TRAFFIC[view]
+
+
+#: What ``traffic`` has worked out, as long as the view lives.
+_TRAFFIC: WeakKeyDictionary[SlowView, list[Traffic]] = WeakKeyDictionary()
+
+
+def _traffic(view: SlowView) -> list[Traffic]:
     by: dict[str, list[Meeting]] = defaultdict(list)
     for meeting in view.meetings:
         by[meeting.op].append(meeting)

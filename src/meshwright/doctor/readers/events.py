@@ -176,6 +176,12 @@ class Events:
             self._over = True
             self._note(b"{" + tail[1:].strip().lstrip(b","))
             return []
+        closes = list(_CLOSE.finditer(rest))
+        if closes:  # the list ends, but an event in it is broken
+            self._over = True
+            place = closes[-1].start() + 1
+            self._note(b"{" + rest[rest.index(b"]", place) + 1 :].strip().lstrip(b","))
+            return self._halves(rest[:place])
         self.cut = True
         whole = rest.rstrip().rstrip(b",")
         return self._parsed(whole) if whole.strip() else []
