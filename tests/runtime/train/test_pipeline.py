@@ -163,7 +163,7 @@ def _sleep(rank: int, stages: int) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.slow
 def test_the_bubble_is_that_of_the_simulation() -> None:
-    """Idle share of three ranks, measured: within a tenth of the simulated one, or a hundredth of the time (best of three)."""
+    """Idle share of three ranks, the best of three runs: within a tenth of the simulated one, or a point."""
     ranks = run_local(_sleep, 3, (3,), 500)
     for number, (name, virtual) in enumerate(TIMED):
         runs = [[rank[turn] for rank in ranks] for turn in range(number, len(ranks[0]), len(TIMED))]
