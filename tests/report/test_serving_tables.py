@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshwright import Serve, plan_serve
+from meshwright.api import plan_split
 from meshwright.report.as_json import plan_json
+from meshwright.report.page import render
 from meshwright.report.serving import cells, head, judged, layout_rows, ratio_rows
 
 PLAN = plan_serve("qwen3-235b-a22b", "2x8xH200-SXM@ib-400g", Serve(isl=2000, osl=300, ttft_s=2.0, tpot_s=0.03))
@@ -47,3 +49,10 @@ def test_the_search_as_json() -> None:
     ups = [point["users_s"] for point in search["pareto"]]
     assert ups == sorted(ups, reverse=True)
     assert {"p50", "p90", "p99"} <= set(data["cost"]["predicted"]["ttft_percentiles_s"])
+
+
+def test_the_page_of_two_pools_has_their_ratios_and_that_of_one_pool_its_layouts() -> None:
+    decode, prefill = plan_split("llama-3.1-70b", "2x8xH100-SXM@ib-400g", Serve(isl=2000, osl=300, tpot_s=0.03))
+    assert prefill is not None
+    assert "<h2>Ratios of workers</h2>" in render(decode, None, None, prefill)
+    assert "<h2>Layouts side by side</h2>" in render(PLAN, None)

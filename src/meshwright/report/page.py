@@ -13,15 +13,22 @@ from meshwright.report.page_memory import memory
 from meshwright.report.page_parts import STYLE as STYLE
 from meshwright.report.page_parts import listing, script, table
 from meshwright.report.page_times import Times
-from meshwright.report.serving import cells, head, judged, layout_rows
+from meshwright.report.serving import RATIO_HEAD, cells, head, judged, layout_rows, ratio_rows
 from meshwright.report.tables import ledger_rows
 from meshwright.specs.layout import product
 from meshwright.specs.units import gib
+from meshwright.specs.workload import Serve
 
 
-def _choices(plan: Plan) -> str:
+def _choices(plan: Plan, *, pools: bool = False) -> str:
+    """Other layouts and why they lost, what was rejected; of two pools the ratios of workers."""
     parts = []
-    compared = [cells(row, judged(plan)) for row in layout_rows(plan)] if plan.kind == "serve" else []
+    alone = plan.kind == "serve" and not pools
+    compared = [cells(row, judged(plan)) for row in layout_rows(plan)] if alone else []
+    split = plan.served.split if pools and plan.served is not None else None
+    if split is not None and isinstance(plan.workload, Serve):
+        ratios = list(ratio_rows(split, plan.workload.osl))
+        return "<h2>Ratios of workers</h2>" + table(RATIO_HEAD, ratios, (8,))
     if len(compared) > 1:
         parts.append("<h2>Layouts side by side</h2>" + table(head(judged(plan)), compared, (6,)))
     elif plan.alternatives:
@@ -81,7 +88,7 @@ def render(plan: Plan, ledger: Ledger | None, times: Times | None = None, prefil
         parts.append(memory(prefill, prefill.chosen, "prefill"))
     if plan.chosen is not None:
         parts.append(memory(plan, plan.chosen, "decode" if prefill is not None else ""))
-    parts += [_choices(plan), _commands(plan)]
+    parts += [_choices(plan, pools=prefill is not None), _commands(plan)]
     if ledger is not None:
         head, body = ledger_rows(ledger)
         rows = table(head, body, (1, 2, 3, 4, 6, 7))

@@ -122,6 +122,7 @@ def served_json(found: ServeFound) -> dict[str, Any]:
         {
             **layout_key(p),
             "requests": p.best.requests,
+            "best_requests": p.best.most,
             "limit": p.best.limit,
             "meets": p.best.meets,
             "goodput_tokens_s": p.best.goodput,

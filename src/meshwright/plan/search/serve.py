@@ -24,6 +24,7 @@ from meshwright.plan.serving_time_steps import Conditions, StepTimer, stage_rank
 from meshwright.specs.layout import Layout
 from meshwright.specs.placement import Placement
 from meshwright.specs.rules import Rule
+from meshwright.specs.workload import Serve
 
 if TYPE_CHECKING:
     from meshwright.plan.search.serve_pools import SplitFound
@@ -125,10 +126,10 @@ class Probe:
         """Prediction at ``rate`` requests a second of one copy."""
         return self._predict(replace(self.ctx.workload, rate=rate))
 
-    def _predict(self, work: object) -> ServingTime:
+    def _predict(self, work: Serve) -> ServingTime:
         ctx = self.ctx
         return serving_time(
-            self.placement, ctx.cluster, work, self.memory.max_requests, ctx.settings, steps=self.curve.at  # type: ignore[arg-type]
+            self.placement, ctx.cluster, work, self.memory.max_requests, ctx.settings, steps=self.curve.at
         )  # fmt: skip
 
     def keeps(self, time: ServingTime) -> bool:
@@ -230,11 +231,11 @@ class Probe:
             requests, time.ttft.value, time.tpot.value, time.tokens_per_s.value / self.layout.world
         )  # fmt: skip
 
-    def points(self, ratio: int = 4) -> list[Point]:
-        """The layout with one request a replica, ``ratio`` times as many, and so on up to what it holds."""
+    def points(self) -> list[Point]:
+        """The layout with one request a replica, four times as many, and so on up to what it holds."""
         loads = [self.layout.dp]
-        while loads[-1] * ratio <= self.full:
-            loads.append(loads[-1] * ratio)
+        while loads[-1] * 4 <= self.full:
+            loads.append(loads[-1] * 4)
         return [self.point(n) for n in loads]
 
     def seen(self) -> list[Point]:
