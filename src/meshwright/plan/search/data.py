@@ -129,12 +129,16 @@ class DataSeconds:
         return Collectives(before, again, every, parameters, gradients, optimizer, self.norm)
 
     def _of_chunks(self, kind: StageKind, roots: list[Numel], width: int) -> Floats:
-        """ZeRO-2: the gradients of every chunk."""
+        """ZeRO-2: the gradients of every chunk; equal ones are counted once."""
         found = self.norm * 0.0
-        for root, part in zip(roots, kind.parts, strict=True):
-            for many, layer in zip(part.layers, self.layers, strict=True):
-                root = root.plus(layer, many)
-            found = found + self._scatter(root, width)
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for number, part in enumerate(kind.parts):
+            alike.setdefault((part.layers, part.first, part.last), []).append(number)
+        for numbers in alike.values():
+            chunk = roots[numbers[0]]
+            for many, layer in zip(kind.parts[numbers[0]].layers, self.layers, strict=True):
+                chunk = chunk.plus(layer, many)
+            found = found + len(numbers) * self._scatter(chunk, width)
         return found
 
     def _sharded(self, kind: StageKind, roots: list[Numel], whole: Numel) -> tuple[Floats, Floats, Floats, Floats]:
@@ -143,9 +147,10 @@ class DataSeconds:
         width, reduce = DTYPE_BYTES[knobs.param_dtype], DTYPE_BYTES[knobs.reduce_dtype]
         counted = [(n, self._unit(p)) for p, n in enumerate(kind.layers) if n]
         layers = sum((n * each[0] for n, each in counted), none)
-        gather = sum((self._gather(root, width) for root in roots), layers)
+        ends = [root for root, part in zip(roots, kind.parts, strict=True) if part.first or part.last]
+        gather = sum((self._gather(root, width) for root in ends), layers)
         scatter = sum((n * each[1] for n, each in counted), none)
-        scatter = sum((self._scatter(root, reduce) for root in roots), scatter)
+        scatter = sum((self._scatter(root, reduce) for root in ends), scatter)
         return gather, layers * self.x.reshard, scatter, self._scatter(whole, reduce)
 
     def _unit(self, pattern: int) -> tuple[Floats, Floats]:

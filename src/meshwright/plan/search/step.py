@@ -101,6 +101,8 @@ class Step:
         code, first, self.case = np.unique(block.cuts * NEAR + near, return_index=True, return_inverse=True)
         self.cut, self.of_case = code // NEAR, x.take(first)
         self.pipe = Group(timing.links, self.of_case.pp, near[first])
+        self.tensor = Group(timing.links, self.of_case.tp, np.minimum(self.of_case.tp, node))
+        self.hand_off = self.pipe.seconds("send", block.tables.hidden_bytes[self.cut])
         self.blocking = "pp_beside" if block.at.virtual > 1 else "pp"
         self.stages = [self._stage(kind) for kind in pipeline.kinds]
 
@@ -141,9 +143,8 @@ class Step:
         for there, ends in ((kind.first, of.first), (kind.last, of.last)):
             if there:
                 ahead, back = ahead + ends[k, 0], back + ends[k, 1]
-        hand_off = self.pipe.seconds("send", self.block.tables.hidden_bytes[k]) * weight
-        ahead[:, column] += hand_off * sum(part.on for part in kind.parts)
-        back[:, column] += hand_off * sum(part.back for part in kind.parts)
+        ahead[:, column] += self.hand_off * (weight * sum(part.on for part in kind.parts))
+        back[:, column] += self.hand_off * (weight * sum(part.back for part in kind.parts))
         return ahead, back, layers[2], layers[0]
 
     def _rated(self, kind: StageKind) -> tuple[Floats, Floats, Floats, Floats]:
@@ -157,9 +158,8 @@ class Step:
 
         t, k, x, rates = self.block.tables, self.cut, self.of_case, self.timing.rates.weights
         grad = DTYPE_BYTES[self.timing.work.grad_dtype]
-        tensor = Group(self.timing.links, x.tp, np.minimum(x.tp, self.timing.links.cluster.devices_per_node))
         numel = t.norms[k] @ np.array(kind.layers) + (t.end_norms[k] if kind.last else 0)
-        norms, tied = tensor.seconds("all_reduce", numel * x.sp * grad) * rates.tp, np.zeros(len(k))
+        norms, tied = self.tensor.seconds("all_reduce", numel * x.sp * grad) * rates.tp, np.zeros(len(k))
         if self.timing.tied and kind.first != kind.last:
             tied = self.pipe.seconds("all_reduce", t.tied[k] * grad) * getattr(rates, self.blocking)
         return norms, tied
