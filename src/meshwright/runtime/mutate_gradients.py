@@ -6,6 +6,7 @@ Each is one that a runtime was reported to have; see ``runtime.mutate_train`` fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -57,6 +58,10 @@ _slices = _unless(
         and p.cuts.grid.etp == 1
         and p.cuts.grid.ep > p.layout.tp
     ),
+)
+_copied_routers = _unless(
+    "a mixture of experts whose routers see the same tokens on several ranks of tp",
+    lambda p: p.spec.moe is not None and p.layout.tp > 1 and p.cuts.grid.ep * p.cuts.grid.etp <= p.layout.tp,
 )
 _biased = _unless(
     "tp of at least 2 and a bias behind a row-parallel product",
@@ -185,8 +190,6 @@ def _contiguous(_: Mesh) -> list[Any]:
     original = batch.train_batch
 
     def train_batch(mesh: Mesh, *rest: Any, **options: Any) -> Any:
-        from dataclasses import replace
-
         import torch
 
         out = original(mesh, *rest, **options)
@@ -250,6 +253,18 @@ def _own_share(_: Mesh) -> list[Any]:
     return [mock.patch(f"{TRAIN}.balance.all_reduce", lambda x, group: x)]
 
 
+def _every_copy(_: Mesh) -> list[Any]:
+    """Every rank of tp adds the whole balancing loss, and the gradients of all are summed."""
+    from meshwright.runtime.train import balance
+
+    original = balance.train_router
+
+    def train_router(*rest: Any, **options: Any) -> Any:
+        return replace(original(*rest, **options), copies=1)
+
+    return [mock.patch(f"{TRAIN}.model.train_router", train_router)]
+
+
 def _own_slice(_: Mesh) -> list[Any]:
     """A rank keeps the gradient of its slice of the tokens to itself."""
     from meshwright.runtime.train import edges
@@ -294,5 +309,6 @@ GRADIENT_MISTAKES: tuple[TrainMutation, ...] = (
     TrainMutation("idle-experts-left-out", "experts without tokens have no gradient", _moe, _left_out),
     TrainMutation("doubled-expert-gradients", "gradients of experts count twice", _moe, _doubled_experts),
     TrainMutation("own-balance", "the balancing loss counts the rank's own choices", _moe, _own_share),
+    TrainMutation("balance-of-every-copy", "ranks of tp each add the balancing loss", _copied_routers, _every_copy),
     TrainMutation("own-slice-gradient", "gradients of slices of tokens are not gathered", _slices, _own_slice),
 )

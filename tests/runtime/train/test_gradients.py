@@ -11,11 +11,17 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
+from safetensors.torch import load_file, save_file
 
 from meshwright.errors import IllegalLayoutError
 from meshwright.runtime import later
 from meshwright.runtime.checkpoint import TORCH_DTYPES, load
-from meshwright.runtime.mesh import build_mesh
+from meshwright.runtime.collectives import all_reduce
+from meshwright.runtime.folder import SINGLE
+from meshwright.runtime.launch.local import run_local
+from meshwright.runtime.mesh import Mesh, build_mesh
+from meshwright.runtime.mutate_gradients import GRADIENT_MISTAKES
+from meshwright.runtime.train import edges
 from meshwright.runtime.train import loss as losses
 from meshwright.runtime.train.balance import Balance
 from meshwright.runtime.train.batch import train_batch
@@ -42,14 +48,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     def folder(name: str) -> Path:
         if name not in made:
             base = tmp_path_factory.mktemp(name) / name
-            mixture = name in moe_models.MIXTURES
+            kind = "qwen3_moe" if name == "level" else name
+            mixture = kind in moe_models.MIXTURES
             layers = 3 if mixture else LAYERS.get(name, 2)
             changes = {"final_logit_softcapping": 2.0} if name == "gemma3" else {}
             write = moe_models.write if mixture else tiny.write
-            made[name] = write(base, name, num_hidden_layers=layers, **changes)
+            made[name] = write(base, kind, num_hidden_layers=layers, **changes)
+            if name == "level":
+                _level(base / SINGLE)
         return made[name]
 
     return folder
+
+
+def _level(file: Path) -> None:
+    """Routers that find all experts equal."""
+    tensors = load_file(file)
+    zeros = {name: torch.zeros_like(x) for name, x in tensors.items() if name.endswith("mlp.gate.weight")}
+    save_file(tensors | zeros, file, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
@@ -83,7 +99,9 @@ PAIRS: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v3", "cp=2,cp_kind=ring", {"recompute": "full", "balance": BALANCE, "split": True}),
     ("deepseek_v3", "tp=2,ep=2", {"balance": BALANCE}),
     ("gpt_oss", "tp=2", {"split": True, "micro_batches": 2}),  # experts cut over tp: one rank adds their last bias
-    ("gpt_oss", "cp=2,ep=2", {"seq": 20, "dtype": "f32"}),
+    ("gpt_oss", "cp=2,ep=2", {"seq": 21, "dtype": "f32"}),
+    ("mixtral", "dp=2,ep=2", {"dtype": "f32"}),  # 5 experts: 3 + 2
+    ("level", "dp=2,ep=2", {}),  # equal scores: all tokens go to experts of one rank
     ("qwen3_moe", "dp=2,ep=2", {"micro_batches": 2, "balance": BALANCE, "recompute": "full"}),
     ("qwen3_moe", "dp=2,ep=2", {"batch": 2, "seq": 3}),  # some experts have no token
 ]
@@ -92,10 +110,11 @@ FOURS: list[tuple[str, str, dict[str, Any]]] = [
     ("even", "cp=4,cp_kind=ulysses", {}),  # 2 KV heads for 4 ranks: copies travel
     ("qwen2_moe", "tp=2,dp=2,ep=4", {"balance": BALANCE, "dtype": "f32"}),  # each rank of tp routes a slice
     ("qwen3_moe", "tp=2,dp=2,ep=4,sp=on", {"balance": BALANCE, "recompute": "full"}),
-    ("gpt_oss", "tp=2,cp=2,ep=2,cp_kind=ring", {"seq": 20}),
+    ("qwen3_moe", "cp=4,ep=4", {"seq": 3}),  # one rank has no token
 ]
 MORE: list[tuple[str, str, dict[str, Any]]] = [
     ("even", "tp=4,sp=on", {}),
+    ("gpt_oss", "tp=2,cp=2,ep=2,cp_kind=ring", {"seq": 21}),
     ("mistral", "cp=4,cp_kind=ring", {"seq": 32, "documents": ((20, 12), (32,), (9, 9, 14), (32,))}),
     ("gemma3", "tp=2,cp=2,cp_kind=ring", {"seq": 24}),
     ("deepseek_v2", "tp=2,cp=2,sp=on,cp_kind=ring", {"seq": 25}),
@@ -161,6 +180,7 @@ MISTAKES: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("qwen3_moe", "dp=2,ep=2", {}, ["detached-router", "one-way-dispatch", "doubled-expert-gradients"]),
     ("qwen3_moe", "dp=2,ep=2", {"batch": 2, "seq": 3}, ["idle-experts-left-out"]),
     ("qwen3_moe", "dp=2,ep=2", {"balance": BALANCE}, ["own-balance"]),
+    ("qwen3_moe", "tp=2,ep=2", {"balance": BALANCE}, ["balance-of-every-copy"]),
 ]
 MISTAKES_OF_FOUR: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("even", "tp=4", {}, ["unsummed-kv-copies"]),
@@ -190,6 +210,39 @@ def test_mistakes_on_two_ranks_are_found(models: Models) -> None:
 
 def test_mistakes_on_four_ranks_are_found(models: Models) -> None:
     _found(models, MISTAKES_OF_FOUR)
+
+
+def test_every_gradient_mistake_is_planted_here() -> None:
+    planted = {mistake for *_, mistakes in (*MISTAKES, *MISTAKES_OF_FOUR) for mistake in mistakes}
+    assert planted == {mutation.name for mutation in GRADIENT_MISTAKES}
+
+
+def test_packed_documents_do_not_see_each_other(models: Models) -> None:
+    """The same tokens as whole sequences have another loss: what the layouts with documents prove is not nothing."""
+    packed = work(models("llama"), "tp=1", documents=DOCUMENTS)
+    assert abs(gradients.alone(packed).loss - gradients.alone(replace(packed, documents=None)).loss) > 1e-3
+
+
+@pytest.mark.parametrize("careless", [False, True])
+def test_the_gradient_that_comes_in_is_left_alone(models: Models, careless: bool) -> None:
+    """The sum of gradients over tp is a tensor of its own; in place it would change what others still read."""
+    changed = run_local(_changed, 2, (work(models("llama"), "tp=2"), careless), 60)
+    assert changed == [careless, careless]
+
+
+def _changed(rank: int, job: Work, careless: bool) -> bool:
+    mesh = build_mesh(job.placement, rank)
+    if careless:
+        edges.summed = all_reduce
+    return _altered(mesh)
+
+
+def _altered(mesh: Mesh) -> bool:
+    x = torch.randn(5, 8, requires_grad=True)
+    dy = torch.ones(5, 8)
+    (dx,) = torch.autograd.grad(edges.TrainEdges(mesh.group("tp")).enter(x, "input"), x, dy)
+    assert torch.equal(dx, torch.full((5, 8), 2.0))
+    return not torch.equal(dy, torch.ones(5, 8))
 
 
 def test_experts_whole_on_every_rank_of_tp_are_refused(models: Models) -> None:
