@@ -11,24 +11,30 @@ Seconds = Callable[[int, int, int, int, str], float]
 TRANSFER_S, REDUCE_S, OPTIMIZER_S = 0.001, 0.05, 0.02
 
 
-def order(stage: int, stages: int, batches: int) -> list[tuple[str, int]]:
-    """Forward and backward passes of a stage: 1F1B."""
+Pass = tuple[str, int, int]
+
+
+def order(stage: int, stages: int, batches: int, chunks: int) -> list[Pass]:
+    """Forward and backward passes of a stage as (kind, chunk, micro-batch): 1F1B, or all forwards first with chunks."""
+    if chunks > 1:
+        found = [("forward", c, n) for c in range(chunks) for n in range(batches)]
+        return found + [("backward", c, n) for c in reversed(range(chunks)) for n in range(batches)]
     warm = min(batches, stages - stage)
-    found = [("forward", n) for n in range(warm)]
+    found = [("forward", 0, n) for n in range(warm)]
     for n in range(batches):
-        found.append(("backward", n))
+        found.append(("backward", 0, n))
         if warm + n < batches:
-            found.append(("forward", warm + n))
+            found.append(("forward", 0, warm + n))
     return found
 
 
-def rows(copies: int, stages: int, batches: int, steps: int, seconds: Seconds) -> list[dict[str, Any]]:
+def rows(copies: int, stages: int, batches: int, steps: int, seconds: Seconds, chunks: int = 1) -> list[dict[str, Any]]:
     """All rows."""
     out: list[dict[str, Any]] = []
     for step in range(steps):
         ends = []
         for copy in range(copies):
-            ends.append(_copy(out, copy, stages, batches, step, seconds))
+            ends.append(_copy(out, copy, stages, batches, step, seconds, chunks))
         last = max(max(e) for e in ends)
         for copy in range(copies):
             for stage in range(stages):
@@ -42,30 +48,49 @@ def rows(copies: int, stages: int, batches: int, steps: int, seconds: Seconds) -
     return out
 
 
-def _copy(out: list[dict[str, Any]], copy: int, stages: int, batches: int, step: int, seconds: Seconds) -> list[float]:
-    """One copy of the pipeline in one step; when each stage's last pass ends."""
-    queues = [order(s, stages, batches) for s in range(stages)]
+def _copy(
+    out: list[dict[str, Any]], copy: int, stages: int, batches: int, step: int, seconds: Seconds, chunks: int
+) -> list[float]:
+    """One copy of the pipeline in one step; when each stage's last pass ends. Chunk c of stage s is c * stages + s."""
+    queues = [order(s, stages, batches, chunks) for s in range(stages)]
     free = [0.0] * stages
-    done: dict[tuple[str, int, int], float] = {}
+    done: dict[Pass, float] = {}
+    seqs: dict[tuple[int, str], int] = {}
+
+    def number(stage: int, kind: str) -> int:
+        seqs[stage, kind] = seqs.get((stage, kind), -1) + 1
+        return seqs[stage, kind]
+
     while any(queues):
         for stage, queue in enumerate(queues):
             while queue:
-                kind, batch = queue[0]
-                source = stage - 1 if kind == "forward" else stage + 1
-                gets = 0 <= source < stages
+                kind, chunk, batch = queue[0]
+                place = chunk * stages + stage
+                source = place - 1 if kind == "forward" else place + 1
+                gets = 0 <= source < stages * chunks
                 if gets and (kind, source, batch) not in done:
                     break
                 queue.pop(0)
-                sent = done[kind, source, batch] if gets else 0.0
-                start = max(free[stage], sent + TRANSFER_S) if gets else free[stage]
+                start = free[stage]
                 if gets:
-                    arrived = max(free[stage], sent) + TRANSFER_S
-                    _row(out, copy, stage, step, f"{kind}-recv", batch, free[stage], arrived - free[stage])
-                    _row(out, copy, source, step, f"{kind}-send", batch, sent, arrived - sent)
-                    start = arrived
+                    sent = done[kind, source, batch]
+                    start = max(free[stage], sent) + TRANSFER_S
+                    _row(
+                        out,
+                        copy,
+                        stage,
+                        step,
+                        f"{kind}-recv",
+                        number(stage, f"{kind}-recv"),
+                        free[stage],
+                        start - free[stage],
+                    )
+                    other = source % stages
+                    _row(out, copy, other, step, f"{kind}-send", number(other, f"{kind}-send"), sent, start - sent)
                 took = seconds(copy, stage, step, batch, kind)
-                _row(out, copy, stage, step, f"{kind}-compute", batch, start, took, mc=0, mb_id=batch, gmc=stage)
-                free[stage] = done[kind, stage, batch] = start + took
+                facts = {"mc": chunk, "mb_id": batch, "gmc": place}
+                _row(out, copy, stage, step, f"{kind}-compute", number(stage, kind), start, took, **facts)
+                free[stage] = done[kind, place, batch] = start + took
     return free
 
 

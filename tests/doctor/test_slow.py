@@ -236,6 +236,11 @@ def test_unequal_stages(tmp_path: Path) -> None:
     finding = found(m, tmp_path)
     assert (finding.kind, finding.guilty_ranks) == ("stage_imbalance", (1,))
     assert number(finding, "excess_s") == pytest.approx(4 * 0.030, rel=WITHIN)
+    assert number(finding, "step_without_s") < 0.8 * number(finding, "step_s")
+    assert any(
+        "pipeline of 2 stages and 8 micro-batches" in line or "pipeline of 2 stages and 4" in line
+        for line in finding.evidence
+    )
 
 
 def test_unequal_experts(tmp_path: Path) -> None:

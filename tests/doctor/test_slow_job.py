@@ -11,6 +11,7 @@ from meshwright.doctor.findings import Finding
 from meshwright.doctor.judge import judge
 from meshwright.doctor.readers.walk import read_incident
 from meshwright.doctor.slow_job import loss_of
+from meshwright.ledger.pipeline_graph import graph_of
 from tests.doctor import job_maker
 
 COPIES, STAGES, BATCHES, STEPS = 2, 4, 8, 3
@@ -44,6 +45,18 @@ def test_the_recorded_step_comes_out_again(tmp_path: Path) -> None:
         job = read_incident(job_maker.write(tmp_path / f"{n}.parquet", table)).jobs[0]
         loss = loss_of(job)
         assert loss.step_s == pytest.approx(loss.recorded_s, rel=0.01)
+
+
+def test_chunks_of_virtual_stages_find_their_partners(tmp_path: Path) -> None:
+    for n, seconds in enumerate((usual, slow_worker)):
+        table = job_maker.rows(COPIES, STAGES, BATCHES, STEPS, seconds, chunks=2)
+        job = read_incident(job_maker.write(tmp_path / f"{n}.parquet", table)).jobs[0]
+        graph = graph_of(job.ops)
+        sizes = [len(places) for places in graph.meetings]
+        assert sizes.count(2) == 2 * 7 * BATCHES, "every hand-off between the eight chunks, both ways"
+        loss = loss_of(job)
+        assert loss.step_s == pytest.approx(loss.recorded_s, rel=0.02)
+    assert (loss.workers, loss.workers_share > 0.85) == ((20,), True)
 
 
 def test_slow_worker(tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ class Incident:
         spare: rows of a second recorder by global rank, until ``settle``.
         tracks: what profiler traces show of the time of each rank, ascending.
         jobs: operations of pipelined training jobs.
+        timings: of NCCL's Inspector: (communicator, operation, number) -> place -> (microseconds, bytes, host).
         times: what follows from the tracks, made when it is first asked for (``slow_view.view_of``).
     """
 
@@ -209,6 +210,7 @@ class Incident:
         self.dropped_facts = 0
         self.tracks: list[Track] = []
         self.jobs: list[Job] = []
+        self.timings: dict[tuple[str, str, int], dict[int, tuple[int, int, str]]] = {}
         self.times: SlowView | None = None
 
     def add_fact(

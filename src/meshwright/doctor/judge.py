@@ -9,7 +9,7 @@ from meshwright.doctor.incident import Incident
 #: Verdicts of ``hang`` beside which slowness is what matters.
 _NO_HANG = ("healthy", "unknown", "slow_not_stuck")
 #: Facts that say nothing of a hang by themselves.
-_NEUTRAL = frozenset({"serving", "metric", "env", "comm_init", "nccl_info", "inspector"})
+_NEUTRAL = frozenset({"serving", "metric", "env", "comm_init", "nccl_info"})
 
 
 def judge(incident: Incident) -> list[Finding]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.doctor import slow_comm, slow_host, slow_job, slow_late, slow_serving
+from meshwright.doctor import slow_comm, slow_host, slow_inspector, slow_job, slow_late, slow_serving
 from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.incident import Incident
 from meshwright.doctor.slow_advice import ADVICE
@@ -28,13 +28,14 @@ MAX_FINDINGS = 8
 
 def has_evidence(incident: Incident) -> bool:
     """Whether anything tells of time rather than of a hang."""
-    return bool(incident.tracks or incident.jobs or slow_serving.has_evidence(incident))
+    timed = any(len(times) > 1 for times in incident.timings.values())
+    return bool(incident.tracks or incident.jobs or timed or slow_serving.has_evidence(incident))
 
 
 def diagnose(incident: Incident) -> list[Finding]:
     """All findings, what costs most first; never empty."""
     found = [f for job in incident.jobs for f in slow_job.findings(job)]
-    found += slow_serving.findings(incident)
+    found += [*slow_serving.findings(incident), *slow_inspector.findings(incident)]
     if any(t.steps for t in incident.tracks) or (incident.tracks and not found):
         found += _of_tracks(view_of(incident))
     healthy = [f for f in found if f.kind == "healthy"]

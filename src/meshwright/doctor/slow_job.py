@@ -238,9 +238,24 @@ def _finding(job: Job, loss: Loss, name: str, numbers: tuple[tuple[str, float], 
             f"share of the loss that goes away: without the worst workers {loss.workers_share:.2f}, with a usual last "
             f"stage {loss.last_stage_share:.2f}",
             f"by cause: {ops}",
+            _bubble(job, loss),
         ),
         advice=ADVICE[kind],
         numbers=numbers,
+    )
+
+
+def _bubble(job: Job, loss: Loss) -> str:
+    """Time without computation beside the closed form (p - 1) / (m v + p - 1) of p equal stages, m micro-batches and v
+    chunks a stage (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    stages = 1 + max(op.stage for op in job.ops)
+    passes = sum(op.kind == "forward-compute" for op in job.ops) / stages
+    closed = (stages - 1) / (passes + stages - 1)
+    work = sum(float(op.duration_s.mean()) for op in job.ops if op.kind in COMPUTE) / stages
+    idle = 1 - work / loss.recorded_s
+    return (
+        f"pipeline of {stages} stages, {passes:.0f} passes each: {100 * idle:.0f} % of the step is not computation; "
+        f"the bubble of equal stages is {100 * closed:.0f} %"
     )
 
 

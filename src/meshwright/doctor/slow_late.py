@@ -84,7 +84,8 @@ def causes(view: SlowView) -> list[Late]:
             if of[rank] >= GUILTY_SHARE * total and sum(of[r] for r in ranks) < TOGETHER_SHARE * total:
                 ranks.append(rank)
         guilty = tuple(sorted(ranks)) or tuple(sorted(of))
-        after = step_seconds(view, _without(view, cause, guilty))
+        balanced = cause == "compute" and pipelined(view)
+        after = step_seconds(view, _balanced(view) if balanced else _without(view, cause, guilty))
         excess = _excess(view, cause, guilty)
         op = max(ops[cause], key=lambda o: ops[cause][o])
         found.append(Late(cause, guilty, total, op, _steps(view, cause, guilty), after, excess))
@@ -107,6 +108,18 @@ def _beyond(view: SlowView, place: int, rank: int, visit: Visit, labels: tuple[s
 def _without(view: SlowView, cause: str, guilty: tuple[int, ...]) -> Less:
     def less(place: int, rank: int, visit: Visit) -> float:
         return _beyond(view, place, rank, visit, CAUSES[cause]) if rank in guilty else 0.0
+
+    return less
+
+
+def _balanced(view: SlowView) -> Less:
+    """All ranks compute as long as they do in the mean."""
+    own = {r: view.label_s(r, *COMPUTE) for r in view.ranks}
+    even = sum(own.values()) / len(own)
+    places = [PLACE[name] for name in COMPUTE]
+
+    def less(place: int, rank: int, visit: Visit) -> float:
+        return float(visit.gap[places].sum()) * (1 - even / own[rank]) if own[rank] > 0 else 0.0
 
     return less
 
@@ -201,7 +214,7 @@ def _kind(view: SlowView, late: Late) -> tuple[str, str]:
         return "unknown", "low"
     if late.cause == "host":
         return _host_kind(view, late)
-    if _pipeline(view):
+    if pipelined(view):
         return "stage_imbalance", sure
     if late.op == "all_to_all":
         return "expert_imbalance", sure
@@ -217,8 +230,31 @@ def _host_kind(view: SlowView, late: Late) -> tuple[str, str]:
     return ("launch_bound", "medium") if view.on_device else ("compute_straggler", "medium")
 
 
-def _pipeline(view: SlowView) -> bool:
+def pipelined(view: SlowView) -> bool:
+    """Whether ranks hand activations on."""
     return any(c.op in ("send", "recv") for t in view.tracks for c in t.calls)
+
+
+def bubble_line(view: SlowView) -> tuple[str, ...]:
+    """Waiting in hand-offs beside the bubble of a pipeline whose stages are equal: (p - 1) / (m + p - 1), of p stages
+    and m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; one chunk a stage)."""
+    pairs = {m.group for m in view.meetings if m.op == "send"}
+    stages = 1 + len({frozenset(str(p).split("->")) for p in pairs})
+    if stages < 2 or stages > len(view.ranks):
+        return ()
+    often = sum(m.op == "send" for m in view.meetings) / len(pairs) / view.steps
+    waited = sum(
+        v.exposed_wait
+        for m, row in zip(view.meetings, view.visits, strict=True)
+        if m.op == "send"
+        for v in row.values()
+    )
+    share = waited / 1e9 / view.steps / len(view.ranks) / view.step_s if view.step_s else 0.0
+    closed = (stages - 1) / (often + stages - 1)
+    return (
+        f"pipeline of {stages} stages and {often:.0f} micro-batches: {100 * share:.0f} % of the step is waiting in "
+        f"hand-offs; with equal stages the bubble is {100 * closed:.0f} %",
+    )
 
 
 def _alike(view: SlowView, guilty: tuple[int, ...]) -> bool:
@@ -260,7 +296,7 @@ def _evidence(view: SlowView, late: Late) -> tuple[str, ...]:
     ratios = slower(view, late.ranks) if late.cause == "compute" else []
     if len(ratios) >= MIN_ALIKE:
         lines.append(f"the same operations take {median(ratios):.2f} times as long there ({len(ratios)} compared)")
-    return tuple(lines)
+    return (*lines, *(bubble_line(view) if pipelined(view) else ()))
 
 
 def _unknown(view: SlowView, late: Late) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 
 from meshwright.doctor.slow_view import SlowView, Visit
 
-#: Nanoseconds to take off the gap before a rank's arrival at a meeting: (place of the meeting, rank, visit) -> ns.
+#: Nanoseconds to take off the gap before a rank's arrival at a meeting, or below zero to add to it: (place of the
+#: meeting, rank, visit) -> ns.
 Less = Callable[[int, int, Visit], float]
 
 

@@ -9,6 +9,7 @@ same moment. What the last one to arrive spends in it is transfer; what the othe
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -192,7 +193,6 @@ def _hand_offs(tracks: Sequence[Track]) -> list[Row]:
     """Sends with their receives, by pair of ranks in the order of issue; only where the peers are known."""
     sent: dict[tuple[int, int], list[Entry]] = defaultdict(list)
     got: dict[tuple[int, int], list[Entry]] = defaultdict(list)
-    world = {t.rank for t in tracks}
     for track in tracks:
         for call in track.calls:
             peer = call.peer
@@ -200,25 +200,30 @@ def _hand_offs(tracks: Sequence[Track]) -> list[Row]:
                 sent[track.rank, peer].append(call)
             elif call.op == "recv" and peer is not None:
                 got[peer, track.rank].append(call)
-    if len(world) == 2 and not sent and not got:
-        return _only_pair(tracks)
     rows: list[Row] = []
     for pair, calls in sent.items():
         for place, (send, recv) in enumerate(zip(calls, got.get(pair, ()), strict=False)):
             rows.append(((f"{pair[0]}->{pair[1]}", "send", place), {pair[0]: send, pair[1]: recv}))
-    return rows
+    return rows or _by_time(tracks)
 
 
-def _only_pair(tracks: Sequence[Track]) -> list[Row]:
-    """Between two ranks every send is to the other one (gloo records no peers)."""
+def _by_time(tracks: Sequence[Track]) -> list[Row]:
+    """Hand-offs whose peers are not recorded (gloo), on one clock: to every receive the send of equal bytes on another
+    rank that began last before its end."""
+    sends = [(c.started_ns or 0, t.rank, c) for t in tracks for c in t.calls if c.op == "send"]
+    receives = [(c.ended_ns or 0, t.rank, c) for t in tracks for c in t.calls if c.op == "recv"]
+    sends.sort(key=lambda s: s[0])
+    begins = [s[0] for s in sends]
+    used: set[int] = set()
     rows: list[Row] = []
-    for source, target in (tracks, (tracks[1], tracks[0])):
-        sends = [c for c in source.calls if c.op == "send"]
-        receives = [c for c in target.calls if c.op == "recv"]
-        if len(sends) == len(receives):
-            name = f"{source.rank}->{target.rank}"
-            pairs = zip(sends, receives, strict=True)
-            rows += [((name, "send", n), {source.rank: a, target.rank: b}) for n, (a, b) in enumerate(pairs)]
+    for end, rank, recv in sorted(receives, key=lambda r: r[0]):
+        last = bisect_right(begins, end) - 1
+        for place in range(last, max(-1, last - MAX_SHIFT), -1):
+            _, other, send = sends[place]
+            if place not in used and other != rank and send.payload_bytes == recv.payload_bytes:
+                used.add(place)
+                rows.append(((f"{other}->{rank}", "send", place), {other: send, rank: recv}))
+                break
     return rows
 
 

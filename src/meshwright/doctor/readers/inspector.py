@@ -16,6 +16,8 @@ NAME = "inspector"
 
 MAX_OBJECT = 4 << 20
 MAX_PAIRS = 100_000
+#: Operations whose times on all ranks are kept.
+MAX_TIMINGS = 300_000
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ def read(source: Source, incident: Incident) -> None:
         for value in stream_json(source, MAX_OBJECT):
             for row in value if isinstance(value, list) else [value]:
                 if isinstance(row, dict):
-                    _take(row, held)
+                    _take(row, held, incident)
     finally:
         widest = max((v.nranks for v in held.values()), default=0)
         for (identity, place), last in held.items():
@@ -71,7 +73,7 @@ def read(source: Source, incident: Incident) -> None:
             incident.add_fact("inspector", text, f"{source.name}:1", rank, at, data)
 
 
-def _take(row: dict[str, object], held: dict[tuple[str, int], _Last]) -> None:
+def _take(row: dict[str, object], held: dict[tuple[str, int], _Last], incident: Incident) -> None:
     header, meta = row.get("header"), row.get("metadata")
     perf = row.get("coll_perf") or row.get("p2p_perf")
     if not isinstance(header, dict) or not isinstance(perf, dict):
@@ -85,6 +87,10 @@ def _take(row: dict[str, object], held: dict[tuple[str, int], _Last]) -> None:
             return
         last = held[key] = _Last(-1, "", 0, 0, "", None, _int(header.get("n_ranks")), 0, 0)
     last.count += 1
+    host = str(meta.get("hostname"))[:80] if isinstance(meta, dict) else ""
+    if kind == "coll" and took > 0 and (len(incident.timings) < MAX_TIMINGS):
+        call = (key[0], str(perf.get("coll"))[:40], seq)
+        incident.timings.setdefault(call, {})[key[1]] = (took, _int(perf.get("coll_msg_size_bytes")), host)
     last.slowest_us = max(last.slowest_us, took)
     if seq >= last.seq:
         last.seq, last.op = seq, str(perf.get("coll") or perf.get("p2p"))[:40]
