@@ -42,6 +42,7 @@ NOTICED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "idle-experts-left-out": ("qwen2_moe", "dp=2,ep=2", (PRODUCTS,)),
     "doubled-expert-gradients": ("qwen2_moe", "dp=2,ep=2", (GRADIENTS,)),
     "own-balance": ("qwen2_moe", "dp=2,ep=2", (GRADIENTS, MOVES)),
+    "balance-of-every-copy": ("qwen2_moe", "tp=2", (GRADIENTS,)),
     "own-slice-gradient": ("qwen2_moe", "dp=2,tp=2,ep=4", (GRADIENTS,)),
     "times-micro-batches": ("tied", "pp=2", (GRADIENTS, NORM)),
     "own-token-count": ("tied", "dp=2", (LOSS, GRADIENTS)),
