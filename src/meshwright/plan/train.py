@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 #: Modes from the cheapest to the one that keeps least.
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+#: Devices from which every layout of the space is timed over arrays. On one node a few dozen promising ones are timed
+#: row by row: planning there stays light (no numpy, see tests/test_imports.py).
+SEARCHED = 16
 #: Without a search over arrays: layouts counted in full, most promising first, and those whose memory alone is.
 MAX_COSTED = 12
 MAX_COUNTED = 48
@@ -145,7 +148,7 @@ def motive_of(ctx: TrainContext, layout: Layout) -> Motive:
 
 def _search(ctx: TrainContext) -> tuple[list[Candidate], list[Rejected], Found | None]:
     """Candidates that fit, best first; what was refused; the search over arrays where there was one."""
-    if (all_of := _full_search(ctx)) is not None:
+    if ctx.cluster.devices >= SEARCHED and (all_of := _full_search(ctx)) is not None:
         return _searched(ctx, all_of), _refused(ctx, flat=True)[0], all_of
     rejected, legal = _refused(ctx)
     legal.sort(key=lambda item: promise(item[0]))
