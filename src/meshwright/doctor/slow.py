@@ -17,8 +17,6 @@ from meshwright.doctor.slow_view import SlowView, view_of
 from meshwright.doctor.slow_words import of_text, time_text
 from meshwright.ledger.tracks import COMPUTE
 
-#: Waiting for a rank counts from this share of a step.
-MIN_SHARE = 0.05
 #: Collectives of a recording without partners are worth a word from this share of a step.
 MIN_UNTOLD = 0.15
 #: Healthy needs this share of the time to be work or collectives.
@@ -55,9 +53,9 @@ def _of_tracks(view: SlowView) -> list[Finding]:
     found: list[tuple[float, Finding]] = []
     blamed: dict[str, float] = {}
     for late in slow_late.causes(view):
-        if late.wait_s < MIN_SHARE * view.step_s:
+        if not slow_late.counts(view, late):
             continue
-        blamed[late.cause] = late.excess_s * len(late.ranks) / len(view.ranks)
+        blamed[late.cause] = _blamed(view, late)
         text = slow_comm.transfer_text(view, late.op)
         found.append((late.wait_s, slow_late.finding(view, late, text)))
     found += [(f.numbers[1][1], f) for f in slow_host.findings(view, blamed)]
@@ -87,6 +85,13 @@ def _waiting_line(view: SlowView) -> tuple[str, ...]:
     return (
         f"of the time in collectives {share:.0f} % is waiting for the last to arrive, {100 - share:.0f} % transfer",
     )
+
+
+def _blamed(view: SlowView, late: slow_late.Late) -> float:
+    """Seconds of a step, the mean of ranks, that a cause of waiting explains of its label."""
+    if late.cause == slow_late.BEFORE or len(late.ranks) < len(view.ranks):
+        return late.excess_s * len(late.ranks) / len(view.ranks)
+    return view.mean_s(*slow_late.CAUSES[late.cause])
 
 
 def _untold(view: SlowView) -> Finding | None:

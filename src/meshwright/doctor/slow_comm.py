@@ -171,7 +171,7 @@ def transfer_text(view: SlowView, op: str) -> str:
 
 def finding(view: SlowView) -> Finding | None:
     """Exposed transfer as the cause, where it takes its share."""
-    rows = traffic(view)
+    rows = [t for t in traffic(view) if t.op != "barrier"]
     exposed = sum(t.exposed_s for t in rows)
     if not rows or exposed < MIN_SHARE * view.step_s:
         return None

@@ -15,8 +15,13 @@ from meshwright.ledger.tracks import COMPUTE, PLACE
 
 #: A rank is guilty when this share of a cause's waiting is due to it; together the guilty have this share of it.
 GUILTY_SHARE, TOGETHER_SHARE = 0.15, 0.85
+#: It does clearly more than the mean from this factor on.
+MORE = 1.08
 #: It is systematic when the same rank is the latest in this share of the steps.
 SYSTEMATIC = 0.7
+#: Waiting counts from this share of a step, where every rank is late now and then from a larger one; and only where the
+#: guilty spend this share of a step more than the others.
+MIN_SHARE, JITTER, MIN_EXCESS = 0.05, 0.1, 0.02
 #: Operators or kernels that must all be slower by about as much before a device counts as throttled.
 MIN_ALIKE, ALIKE = 5, 0.12
 
@@ -83,13 +88,22 @@ def causes(view: SlowView) -> list[Late]:
         for rank in sorted(of, key=lambda r: -of[r]):
             if of[rank] >= GUILTY_SHARE * total and sum(of[r] for r in ranks) < TOGETHER_SHARE * total:
                 ranks.append(rank)
-        guilty = tuple(sorted(ranks)) or tuple(sorted(of))
+        guilty = _more(view, cause, tuple(sorted(ranks)) or tuple(sorted(of)))
         balanced = cause == "compute" and pipelined(view)
         after = step_seconds(view, _balanced(view) if balanced else _without(view, cause, guilty))
         excess = _excess(view, cause, guilty)
         op = max(ops[cause], key=lambda o: ops[cause][o])
         found.append(Late(cause, guilty, total, op, _steps(view, cause, guilty), after, excess))
     return sorted(found, key=lambda late: -late.wait_s)
+
+
+def _more(view: SlowView, cause: str, guilty: tuple[int, ...]) -> tuple[int, ...]:
+    """Where every rank is late now and then: those that do clearly more of it than the mean, else all (jitter)."""
+    if len(guilty) < len(view.ranks) or cause == BEFORE:
+        return guilty
+    own = {r: view.label_s(r, *CAUSES[cause]) for r in guilty}
+    even = sum(own.values()) / len(own)
+    return tuple(r for r in guilty if own[r] > MORE * even) or guilty
 
 
 def _beyond(view: SlowView, place: int, rank: int, visit: Visit, labels: tuple[str, ...]) -> float:
@@ -130,9 +144,10 @@ def _excess(view: SlowView, cause: str, guilty: tuple[int, ...]) -> float:
     if cause == BEFORE:
         return 0.0
     others = [r for r in view.ranks if r not in guilty]
+    if not others:
+        return 0.0
     own = sum(view.label_s(r, *labels) for r in guilty) / len(guilty)
-    rest = median(view.label_s(r, *labels) for r in others) if others else 0.0
-    return max(0.0, own - rest)
+    return max(0.0, own - median(view.label_s(r, *labels) for r in others))
 
 
 def _steps(view: SlowView, cause: str, guilty: tuple[int, ...]) -> float:
@@ -147,6 +162,14 @@ def _steps(view: SlowView, cause: str, guilty: tuple[int, ...]) -> float:
     if not worst:
         return 0.0
     return max(worst.count(r) for r in guilty) / view.steps
+
+
+def counts(view: SlowView, late: Late) -> bool:
+    """Whether a cause is worth a finding: more than jitter, and seen in what the guilty spend as a whole."""
+    least = JITTER if len(late.ranks) == len(view.ranks) else MIN_SHARE
+    if late.wait_s < least * view.step_s:
+        return False
+    return late.cause == BEFORE or len(late.ranks) == len(view.ranks) or late.excess_s >= MIN_EXCESS * view.step_s
 
 
 def finding(view: SlowView, late: Late, transfer: str) -> Finding:
@@ -170,6 +193,10 @@ def finding(view: SlowView, late: Late, transfer: str) -> Finding:
         numbers=(
             ("step_s", view.step_s),
             ("own_s", own),
+            (
+                "all_ranks_s",
+                sum(view.label_s(r, *CAUSES[late.cause]) for r in view.ranks) if late.cause != BEFORE else 0.0,
+            ),
             ("excess_s", late.excess_s),
             ("wait_s", late.wait_s),
             ("step_without_s", late.after_s),
@@ -188,6 +215,10 @@ def _headline(view: SlowView, late: Late, kind: str, who: str, own: float, trans
         begin = f"{who} {does}, by {time_text(late.wait_s)} of waiting a step; the cause lies before the recording"
     elif kind == "sequence_imbalance":
         begin = f"another rank is late in each step with more to compute, {time_text(late.wait_s)} of {_step(view)}"
+    elif len(late.ranks) == len(view.ranks):
+        total = sum(view.label_s(r, *CAUSES[late.cause]) for r in view.ranks)
+        begin = f"{who} {does} at different times, {of_text(total, view.step_s)} of a step in sum"
+        wait = f"time in {late.op} is waiting for each other, not the network"
     else:
         begin = f"{who} {does} {of_text(own, view.step_s)} {how}"
         if late.cause == "compute":
