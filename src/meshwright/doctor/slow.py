@@ -13,7 +13,7 @@ from meshwright.doctor import slow_comm, slow_host, slow_inspector, slow_job, sl
 from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.incident import Incident
 from meshwright.doctor.slow_advice import ADVICE
-from meshwright.doctor.slow_view import SlowView, view_of
+from meshwright.doctor.slow_view import BEFORE, SlowView, view_of
 from meshwright.doctor.slow_words import of_text, time_text
 from meshwright.ledger.tracks import COMPUTE
 
@@ -89,7 +89,7 @@ def _waiting_line(view: SlowView) -> tuple[str, ...]:
 
 def _blamed(view: SlowView, late: slow_late.Late) -> float:
     """Seconds of a step, the mean of ranks, that a cause of waiting explains of its label."""
-    if late.cause == slow_late.BEFORE or len(late.ranks) < len(view.ranks):
+    if late.cause == BEFORE or len(late.ranks) < len(view.ranks):
         return late.excess_s * len(late.ranks) / len(view.ranks)
     return view.mean_s(*slow_late.CAUSES[late.cause])
 

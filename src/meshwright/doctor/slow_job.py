@@ -70,7 +70,7 @@ def loss_of(job: Job) -> Loss:
     last = mean(replaced(seconds, ideal, lambda p: graph.ops[p].stage == stages - 1))
     shares = {
         "workers": (step - without) / lost,
-        "stages": (step - mean(_balanced_stages(graph, seconds))) / lost,
+        "stages": max(step - mean(_balanced_stages(graph, seconds)), step - last) / lost,
         "sequences": (step - mean(_same_sequences(graph, seconds))) / lost,
         "communication": (step - mean(replaced(seconds, ideal, lambda p: graph.ops[p].communicates))) / lost,
         "gc": (step - mean(_no_pauses(graph, seconds))) / lost,
