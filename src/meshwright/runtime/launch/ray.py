@@ -9,8 +9,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import struct
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +21,7 @@ from meshwright.errors import InputError, MeshwrightError
 from meshwright.runtime.launch.local import RankError
 from meshwright.specs.placement import Placement
 
+SIOCGIFADDR = 0x8915
 #: How long a cluster may take to find room for all ranks.
 ROOM_S = 60.0
 
@@ -59,8 +63,13 @@ def run_ray(
     room = ray.util.placement_group(bundles, strategy="PACK")
     actors: list[Any] = []
     try:
+        if lacking := shortage(bundles, _alive(ray)):
+            raise RankError(lacking)
         if not room.wait(ROOM_S):
-            raise RankError(f"the Ray cluster has no room for {len(bundles)} x {bundles[0]}; {_has(ray)}")
+            raise RankError(
+                f"the Ray cluster had no room for {len(bundles)} x {_words(bundles[0])} within {ROOM_S:g} s, though it "
+                f"is large enough; others use it ({_listed(_alive(ray))})"
+            )
         actors = _actors(ray, room, world, placement, gpus)
         return _collect(ray, actors, (target, tuple(args), world, backend, timeout_s), timeout_s)
     finally:
@@ -108,9 +117,40 @@ def _connect(ray: Any, address: str | None, world: int) -> bool:
     return True
 
 
-def _has(ray: Any) -> str:
-    has = ray.cluster_resources()
-    return f"it has {has.get('CPU', 0):g} CPU and {has.get('GPU', 0):g} GPU"
+def _alive(ray: Any) -> dict[str, Mapping[str, float]]:
+    """Resources of every node that is alive, by its address."""
+    return {str(n["NodeManagerAddress"]): n["Resources"] for n in ray.nodes() if n["Alive"]}
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {kind}" for kind, amount in resources.items() if amount) or "nothing"
+
+
+def _listed(nodes: Mapping[str, Mapping[str, float]]) -> str:
+    own = ({kind: has.get(kind, 0.0) for kind in ("CPU", "GPU")} for has in nodes.values())
+    return ", ".join(f"{address} has {_words(has)}" for address, has in zip(nodes, own, strict=True)) or "no node"
+
+
+def shortage(bundles: Sequence[Mapping[str, float]], nodes: Mapping[str, Mapping[str, float]]) -> str:
+    """Why a cluster can never hold some groups of ranks, each on one node; empty where it can.
+
+    Args:
+        bundles: what each group needs. nodes: what each node has, used or not.
+    """
+    largest = max(bundles, key=lambda need: tuple(need.values()))
+    if not any(all(has.get(kind, 0.0) >= need for kind, need in largest.items()) for has in nodes.values()):
+        return (
+            f"a tp group needs {_words(largest)} on one node, and no node of the Ray cluster has that "
+            f"({_listed(nodes)}); take a smaller tp, or larger nodes"
+        )
+    total = {kind: sum(need.get(kind, 0.0) for need in bundles) for kind in largest}
+    had = {kind: sum(has.get(kind, 0.0) for has in nodes.values()) for kind in largest}
+    if any(had[kind] < amount for kind, amount in total.items()):
+        return (
+            f"{len(bundles)} groups of ranks need {_words(total)}, the cluster has {_words(had)} ({_listed(nodes)}); "
+            "take fewer ranks, or add nodes"
+        )
+    return ""
 
 
 def _actors(ray: Any, room: Any, world: int, placement: Placement | None, gpus: int) -> list[Any]:
@@ -169,7 +209,7 @@ class Rank:
     """One rank as an actor."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.place = rank, ""
         self.store: Any = None
 
     def open(self, world: int, timeout_s: float) -> tuple[str, int]:
@@ -203,15 +243,39 @@ class Rank:
         try:
             if world > 1:
                 store = self.store or TCPStore(*where, world, False, timeout)
-                _interface(where[0])
+                self.place = _interface()
                 dist.init_process_group(backend, store=store, rank=self.rank, world_size=world, timeout=timeout)
             return "result", target(self.rank, *args)
         except BaseException as error:
             kind, line, trace, after = described(error)
+            line = f"{line} on {self.place}" if self.place else line
             return "error", kind if kind is None or issubclass(kind, MeshwrightError) else None, line, trace, after
 
 
-def _interface(host: str) -> None:
-    """Have gloo use loopback where all ranks are on this machine."""
-    if host in {"127.0.0.1", socket.gethostbyname("localhost")}:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _interface() -> str:
+    """Have gloo use the interface that has this node's address in the cluster; its name and address, for messages."""
+    import ray
+
+    address = str(ray.util.get_node_ip_address())
+    name = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    return f"{address} ({name or 'interface unknown'})"
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None where none has it, or the system does not say (Linux does).
+
+    ``SIOCGIFADDR`` of netdevice(7).
+    """
+    if address == "127.0.0.1" and sys.platform == "linux":
+        return "lo"
+    with suppress(ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        import fcntl
+
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
