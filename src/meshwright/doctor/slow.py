@@ -24,12 +24,6 @@ MIN_WORK = 0.4
 MAX_FINDINGS = 8
 
 
-def has_evidence(incident: Incident) -> bool:
-    """Whether anything tells of time rather than of a hang."""
-    timed = any(len(times) > 1 for times in incident.timings.values())
-    return bool(incident.tracks or incident.jobs or timed or slow_serving.has_evidence(incident))
-
-
 def diagnose(incident: Incident) -> list[Finding]:
     """All findings, what costs most first; never empty."""
     found = [f for job in incident.jobs for f in slow_job.findings(job)]

@@ -17,11 +17,6 @@ MIN_WAITING, QUEUE_SHARE, FULL = 4.0, 0.5, 0.95
 MIN_PREEMPTIONS = 1.0
 
 
-def has_evidence(incident: Incident) -> bool:
-    """Whether metrics of a serving engine are there."""
-    return any(f.kind == "serving" for f in incident.facts)
-
-
 def findings(incident: Incident) -> list[Finding]:
     """One an engine: pressure on the KV cache before queueing, which follows from it; else healthy."""
     by: dict[str, list[Fact]] = {}

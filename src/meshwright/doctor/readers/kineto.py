@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePosixPath
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from meshwright.doctor.incident import Incident
 from meshwright.doctor.readers import Source
 from meshwright.doctor.readers.crew import run
 from meshwright.doctor.readers.events import Events
 from meshwright.errors import InputError
-from meshwright.ledger.tracks import Track
+
+if TYPE_CHECKING:
+    from meshwright.ledger.tracks import Track
 
 NAME = "kineto"
 
@@ -82,10 +84,10 @@ def read_many(sources: Sequence[Source], incident: Incident) -> None:
 
     def take(index: int, message: bytes) -> None:
         track = pickle.loads(message)  # written by our own process a moment ago
-        if isinstance(track, Track):
-            found[index] = track
+        if isinstance(track, str):
+            incident.lack(track)
         else:
-            incident.lack(str(track))
+            found[index] = track
 
     def lost(index: int) -> None:
         incident.lack(f"{sources[index].name}: reading it took too long or ended its process; it is left out")
