@@ -44,7 +44,6 @@ _SYNC_CALL = re.compile(
 )
 _SYNC_OP = re.compile(r"^aten::(?:_local_scalar_dense|is_nonzero)$|synchronize>?$|built-in method item\b")
 _COMM_HOST = re.compile(r"^(?:nccl|gloo|ucc|mpi|xccl|hccl):|^c10d::|^record_param_comms$|^_c10d_functional::")
-_OP = re.compile(r"^(?:nccl|gloo|ucc|mpi|xccl|hccl):(.*)$|^c10d::(.*)$")
 
 _OPS = (
     ("reduce_scatter", "reduce_scatter"),
