@@ -180,9 +180,10 @@ def engine_holdings(
         assert settings.utilization is not None
         outside = int(outside * settings.utilization)
         return [Holding(name, "runtime", "context_and_communicators", outside, "calibrated")] if outside else []
+    graphs = graph_bytes(stage, settings, constants) if cluster.device.kind == "gpu" else 0
     terms = [
         ("activations", "profile_peak", activation_bytes(placement, stage, settings, context, constants), "calibrated"),
         ("runtime", "context_and_communicators", outside, "calibrated"),
-        ("runtime", "cuda_graphs", graph_bytes(stage, settings, constants), "modelled"),
+        ("runtime", "cuda_graphs", graphs, "modelled"),
     ]
     return [Holding(name, term, tensor, size, source) for term, tensor, size, source in terms if size]
