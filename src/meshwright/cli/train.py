@@ -155,7 +155,6 @@ def _show(job: TrainJob, results: list[Summary], export_to: Path | None, as_json
     from meshwright.runtime.train.export import export
 
     first = results[0]
-    assert isinstance(first.checkpoint, Path | None)
     exported = export(first.checkpoint, export_to) if first.checkpoint is not None and export_to is not None else None
     rate = first.tokens / first.total_s if first.total_s else 0.0
     said = {
@@ -163,7 +162,7 @@ def _show(job: TrainJob, results: list[Summary], export_to: Path | None, as_json
         "loss": first.loss,
         "tokens": first.tokens,
         "tokens_s": round(rate, 1),
-        "layout": str(job.placement.layout),
+        "layout": first.layout,
         "checkpoint": str(first.checkpoint) if first.checkpoint else None,
         "export": str(exported) if exported else None,
     }
@@ -171,7 +170,7 @@ def _show(job: TrainJob, results: list[Summary], export_to: Path | None, as_json
         typer.echo(json.dumps(said))
         return
     loss = f"loss {first.loss:.4f}, " if first.loss is not None else ""
-    typer.echo(f"step {first.step} of {job.settings.steps} under {job.placement.layout}: {loss}{rate:,.0f} tokens/s")
+    typer.echo(f"step {first.step} of {job.settings.steps} under {first.layout}: {loss}{rate:,.0f} tokens/s")
     if first.checkpoint:
         typer.echo(f"checkpoint: {first.checkpoint}")
     if exported:

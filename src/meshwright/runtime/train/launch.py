@@ -67,15 +67,20 @@ def on_ray(job: TrainJob, more: Mapping[str, Any]) -> list[Summary]:
     return run_ray(body, job.placement.layout.world, (job,), RUN_S, placement=job.placement, backend=backend, **more)
 
 
-def under_torchrun(job: TrainJob, environment: Mapping[str, str] | None = None) -> list[Summary] | None:
+def under_torchrun(job: TrainJob, say: Say) -> list[Summary] | None:
     """Run a job as the rank that torchrun made of this process; results on the first rank, None elsewhere.
+
+    A restart reads the rendezvous of its own attempt only where torchrun's agent holds it (``--standalone``,
+    ``--rdzv-backend c10d``); torch's static rendezvous may meet ranks of the attempt before.
 
     Raises:
         IllegalLayoutError: no layout of so many ranks.
         RankError: it failed here; torchrun ends the others, and starts all anew when it was told so.
     """
     backend = "nccl" if job.device == "cuda" else "gloo"
-    job = fitted(job, int((environment or os.environ)["WORLD_SIZE"]))
+    asked, job = job.placement.layout, fitted(job, int(os.environ["WORLD_SIZE"]))
+    if os.environ["RANK"] == "0" and job.placement.layout != asked:
+        say(f"{os.environ['WORLD_SIZE']} ranks, not {asked.world}: under {job.placement.layout} instead of {asked}")
     return run_here(body, job.placement.layout.world, (job,), RUN_S, backend=backend)[1]
 
 
@@ -139,7 +144,7 @@ def launch(job: TrainJob, restarts: int, say: Say, ray: Mapping[str, Any] | None
     if restarts and job.base is None:
         raise InputError("--restarts: a run goes on from its checkpoints; name a folder with --checkpoint")
     if started_by_torchrun():
-        return under_torchrun(job)
+        return under_torchrun(job, say)
     if ray is not None:
         more = dict(ray)
         return with_restarts(job, lambda job: on_ray(job, more), restarts, say)

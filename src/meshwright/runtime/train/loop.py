@@ -34,12 +34,13 @@ class Summary:
     """What one rank says at the end.
 
     Attributes:
-        rank: of the world. step: steps done. loss: of the last one; None: none was made.
+        rank: of the world. layout: of this session. step: steps done. loss: of the last one; None: none was made.
         tokens: read in this session. total_s: of its steps.
         checkpoint: the last one.
     """
 
     rank: int
+    layout: str
     step: int
     loss: float | None
     tokens: int
@@ -113,7 +114,8 @@ class _Loop:
         if self.progress is not None:
             self.progress.close()
         last = self.checkpoints.published if self.checkpoints is not None else None
-        return Summary(self.rank, self.state.step, result.loss if result else None, tokens, total, last)
+        layout = str(self.job.placement.layout)
+        return Summary(self.rank, layout, self.state.step, result.loss if result else None, tokens, total, last)
 
     def _step(self, number: int) -> StepResult:
         """One step; its ledger is written when it was asked for."""
