@@ -150,7 +150,8 @@ def groups(rank: int, world: int, ep: int, layout: Layout) -> dict[str, Group]:
 def _mine(name: str, rank: int, every: Sequence[tuple[int, ...]]) -> Group:
     mine = Group(name, (rank,), 0, None)
     for ranks in every:
-        pg = dist.new_group(list(ranks), group_desc=name) if len(ranks) > 1 else None
+        alone = len(ranks) == 1 and (len(every) == 1 or name == "dp_replicate")
+        pg = None if alone else dist.new_group(list(ranks), group_desc=name)
         if rank in ranks:
             mine = Group(name, ranks, ranks.index(rank), pg)
     return mine

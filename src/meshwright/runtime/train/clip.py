@@ -17,8 +17,8 @@ from torch import Tensor
 from meshwright.errors import InputError
 from meshwright.runtime.mesh import Group
 
-#: Elements squared at once: small enough for the fp64 copy to stay in a core's cache (512 KiB).
-BLOCK = 1 << 16
+#: Elements squared at once: on a CPU so few that the fp64 copy stays in a core's cache (512 KiB); elsewhere 128 MiB.
+BLOCK, WIDE_BLOCK = 1 << 16, 1 << 24
 #: Added to the norm before dividing, as ``torch.nn.utils.clip_grad_norm_`` does.
 EPSILON = 1e-6
 
@@ -26,8 +26,9 @@ EPSILON = 1e-6
 def squared(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of all elements: ``(1,)`` in fp64."""
     total = torch.zeros(1, dtype=torch.float64, device=device)
+    size = BLOCK if device.type == "cpu" else WIDE_BLOCK
     for piece in pieces:
-        for block in piece.reshape(-1).split(BLOCK):
+        for block in piece.reshape(-1).split(size):
             wide = block.double()
             total += torch.dot(wide, wide)
     return total

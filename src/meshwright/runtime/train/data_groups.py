@@ -20,10 +20,11 @@ def data_mesh(mesh: Mesh) -> Mesh:
     * ``pp_tied``: first and last stage, where both hold the tied embedding.
     * ``shard``, ``replicate``: ranks of ``dp+cp`` among which ZeRO-3 deals one copy of the dense parameters out, and
       those that hold the same piece. ``Layout.fsdp.replicas`` copies lie on runs of neighbours; 1: ``shard`` is all of
-      ``dp+cp``. Experts with their own group are dealt out over all of ``edp``.
+      ``dp+cp``. With as many copies as data ranks ``shard`` is a process group of one rank, which ``fully_shard``
+      needs. Experts with their own group are dealt out over all of ``edp``.
 
     Raises:
-        IllegalLayoutError: the replicas do not divide the data ranks, or every rank would be one.
+        IllegalLayoutError: the replicas do not divide the data ranks.
     """
     placement, layout = mesh.placement, mesh.placement.layout
     data = mesh.group("dp+cp")
@@ -34,8 +35,6 @@ def data_mesh(mesh: Mesh) -> Mesh:
             f"{copies} replicas do not divide the {data.size} data ranks (dp {layout.dp} x cp {layout.cp}); "
             f"choose a divisor of {data.size}"
         )
-    if copies == data.size > 1:
-        raise IllegalLayoutError(f"{copies} replicas on {data.size} data ranks leave nothing to deal out; use zero=0")
     if copies == 1:
         groups |= {"shard": data, "replicate": Group("replicate", (mesh.rank,), 0, None)}
         return replace(mesh, groups={**mesh.groups, **groups})
@@ -51,17 +50,23 @@ def data_mesh(mesh: Mesh) -> Mesh:
         each = len(ranks) // copies
         return ranks[ranks.index(placement.rank(at)) % each :: each]
 
-    groups |= {"shard": make(mesh, f"{name}_shard", run), "replicate": make(mesh, f"{name}_replicate", across)}
+    groups |= {
+        "shard": make(mesh, f"{name}_shard", run, single=True),
+        "replicate": make(mesh, f"{name}_replicate", across),
+    }
     return replace(mesh, groups={**mesh.groups, **groups})
 
 
-def make(mesh: Mesh, name: str, members: Members) -> Group:
-    """Make all groups of more than one rank that ``members`` names; returns this rank's. Collective."""
+def make(mesh: Mesh, name: str, members: Members, *, single: bool = False) -> Group:
+    """Make all groups of more than one rank (``single``: of one, too) that ``members`` names; returns this rank's.
+
+    Collective.
+    """
     placement = mesh.placement
     mine = Group(name, (mesh.rank,), 0, None)
     for first in range(placement.layout.world):
         ranks = members(placement.coordinate(first))
-        if ranks[0] != first or len(ranks) == 1:
+        if ranks[0] != first or (len(ranks) == 1 and not single):
             continue
         pg = dist.new_group(list(ranks), group_desc=name)
         if mesh.rank in ranks:

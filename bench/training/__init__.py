@@ -1,0 +1,1 @@
+"""Training speed beside what others run on the same machine."""
