@@ -174,16 +174,18 @@ def _visits(track: Track, own: Sequence[tuple[int, Meeting]]) -> Iterable[tuple[
     exposed = comm[count : 2 * count] - comm[:count]
     base = track.segments.sums(np.array([track.span_ns[0]], np.int64), len(LABELS))[0]
     order = np.argsort(end, kind="stable")
-    ends = end[order]
-    for place, (number, _) in enumerate(own):
-        before = int(np.searchsorted(ends, start[place], side="right")) - 1
-        left = int(order[before]) if before >= 0 else -1
-        gap = at_start[place] - (at_end[left] if left >= 0 else base)
-        took = int(end[place] - start[place])
-        blocking = exposed[place] > 0.5 * took
-        since, origin = (own[left][0], int(end[left])) if left >= 0 else (-1, track.span_ns[0] + offset)
-        spent = int(exposed_wait[place]), int(transfer[place])
-        yield number, Visit(int(start[place]), int(end[place]), *spent, bool(blocking), since, origin, gap)
+    before = np.searchsorted(end[order], start, side="right") - 1
+    left = np.where(before >= 0, order[np.maximum(before, 0)], -1)
+    gaps = at_start - np.where((left >= 0)[:, None], at_end[left], base)
+    origins = np.where(left >= 0, end[left], track.span_ns[0] + offset)
+    blocking = exposed > 0.5 * (end - start)
+    numbers = [number for number, _ in own]
+    columns = (start, end, exposed_wait, transfer, blocking, left, origins)
+    for place, (begun, ended, wait, moved, stands, since, origin) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        met = numbers[since] if since >= 0 else -1
+        yield numbers[place], Visit(begun, ended, wait, moved, stands, met, origin, gaps[place])
 
 
 def _blames(meeting: Meeting, row: dict[int, Visit]) -> list[Blame]:

@@ -33,7 +33,7 @@ class Meeting:
 
     Attributes:
         group: name of the group as recorded, None unknown. op, seq, step: of the call.
-        calls: by rank. start_ns, end_ns: by rank, clocks set.
+        calls: by rank. start_ns, end_ns: by rank, clocks set. arrived_ns: when the last rank arrived.
     """
 
     group: str | None
@@ -43,6 +43,7 @@ class Meeting:
     calls: Mapping[int, Entry]
     start_ns: Mapping[int, int]
     end_ns: Mapping[int, int]
+    arrived_ns: int
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -53,11 +54,6 @@ class Meeting:
     def last(self) -> int:
         """The rank that arrived last; of several the one whose call took the least."""
         return max(self.start_ns, key=lambda r: (self.start_ns[r], self.start_ns[r] - self.end_ns[r]))
-
-    @property
-    def arrived_ns(self) -> int:
-        """When the last rank arrived."""
-        return max(self.start_ns.values())
 
     @property
     def transfer_ns(self) -> int:
@@ -259,4 +255,4 @@ def _meeting(
     if op in TOGETHER and apart > max(1_000_000, longest):
         return None
     step = Counter(c.step for c in calls.values()).most_common(1)[0][0]
-    return Meeting(group, op, place, step, calls, start, end)
+    return Meeting(group, op, place, step, calls, start, end, max(start.values()))
