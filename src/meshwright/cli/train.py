@@ -65,7 +65,7 @@ def train(
     restarts: int = typer.Option(
         0, "--restarts", help="How often to go on from the last checkpoint when a rank is lost."
     ),
-    ray: bool = typer.Option(False, "--ray", help="Start the ranks on a Ray cluster; tp groups lie within a node."),
+    how: str = typer.Option("local", "--launch", help="local, or ray: on a Ray cluster, tp groups within a node."),
     address: str | None = typer.Option(None, "--address", help="Of the Ray cluster; default: a local one."),
     device: str = typer.Option("cpu", "--device", help="cpu (gloo) or cuda (NCCL, one device a rank)."),
     timeout: str = typer.Option("1800s", "--timeout", help="Longest time of a step; then all ranks leave traces."),
@@ -86,8 +86,9 @@ def train(
     one_of(dtype, "--dtype", ("f32", "bf16"))
     one_of(device, "--device", ("cpu", "cuda"))
     limit_s = seconds(timeout, "--timeout")
-    if address is not None and not ray:
-        raise InputError("--address without --ray: ranks are started here; leave it out or add --ray")
+    one_of(how, "--launch", ("local", "ray"))
+    if address is not None and how != "ray":
+        raise InputError("--address: ranks are started here; leave it out or add --launch ray")
     if checkpoint is None and resume is None and (ledger or export_to is not None):
         raise InputError("--ledger and --export need a folder for the run: --checkpoint FOLDER")
     _need_torch()
@@ -119,9 +120,9 @@ def train(
     )
     keep_calls()
     with tempfile.TemporaryDirectory(prefix="meshwright-") as room:
-        with nullcontext() if started_by_torchrun() or ray else server_ahead(PRELOAD):
+        with nullcontext() if started_by_torchrun() or how == "ray" else server_ahead(PRELOAD):
             job = _job(asked, Path(room), device, limit_s, ledger)
-        results = launch(job, restarts, _say, {"address": address} if ray else None)
+        results = launch(job, restarts, _say, {"address": address} if how == "ray" else None)
     if results is not None:
         _show(job, results, export_to, as_json)
 

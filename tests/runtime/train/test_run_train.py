@@ -263,7 +263,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], tuple[object, ...], str]] = {
     "steps": (_nothing, ("{folder}/model", *DATA, "--steps", 0), "--steps 0 is out of range"),
     "ledger": (_nothing, ("{folder}/model", *DATA, "--ledger", 1), "need a folder for the run"),
     "restarts": (_nothing, ("{folder}/model", *DATA, "--restarts", 1), "name a folder with --checkpoint"),
-    "address": (_nothing, ("{folder}/model", *DATA, "--address", "x:1"), "--address without --ray"),
+    "address": (_nothing, ("{folder}/model", *DATA, "--address", "x:1"), "--address: ranks are started here"),
     "not empty": (_nothing, ("{folder}/model", *DATA, "--checkpoint", "{run}"), "go on with --resume"),
     "no run": (_nothing, ("--resume", "{folder}"), "no checkpoint there"),
     "over": (_edited(step=7), ("--resume", "{run}", "--steps", 5), "the checkpoint is of step 7 already"),

@@ -54,7 +54,7 @@ def run_ray(
         MeshwrightError: as a rank raised it.
     """
     if importlib.util.find_spec("ray") is None:
-        raise InputError("--ray needs the package ray: pip install 'meshwright[ray]'")
+        raise InputError("--launch ray needs the package ray: pip install 'meshwright[ray]'")
     import ray
 
     started = _connect(ray, address, world)
@@ -109,7 +109,9 @@ def _connect(ray: Any, address: str | None, world: int) -> bool:
     local = address is None and not os.environ.get("RAY_ADDRESS")
     try:
         if local:
-            ray.init(num_cpus=world, include_dashboard=False, log_to_driver=True, logging_level="ERROR")
+            ray.init(
+                address="local", num_cpus=world, include_dashboard=False, log_to_driver=True, logging_level="ERROR"
+            )
         else:
             ray.init(address=address or "auto", log_to_driver=True, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
