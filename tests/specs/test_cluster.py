@@ -369,10 +369,10 @@ def test_bad_toml_is_told_what_and_where(text: str, message: str, tmp_path: Path
 
 def test_bad_files(tmp_path: Path) -> None:
     large, binary = tmp_path / "large.toml", tmp_path / "binary.toml"
-    large.write_text("# " + "x" * 70_000)
+    large.write_text("# " + "x" * 1_100_000)
     binary.write_bytes(b"\xff\xfe\x00")
     for file, message in (
-        (large, "larger than 65536 bytes"),
+        (large, "larger than 1048576 bytes"),
         (binary, "not UTF-8"),
         (tmp_path / "x.toml", "no such file"),
     ):

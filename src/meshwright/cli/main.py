@@ -7,6 +7,7 @@ import sys
 
 import typer
 
+from meshwright.cli.calibrate import calibrate
 from meshwright.cli.check import check
 from meshwright.cli.doctor import doctor
 from meshwright.cli.load import load
@@ -35,6 +36,7 @@ run_app.command("export")(export_checkpoint)
 app.command("check")(check)
 app.command("prove")(prove)
 app.command("doctor")(doctor)
+app.command("calibrate")(calibrate)
 
 
 def _version(show: bool) -> None:

@@ -244,6 +244,11 @@ def fit(ledger: Ledger) -> Calibration:
     return replace(base, work=work, transfers=transfers, error=_errors(work))
 
 
+def transfers_of(ledger: Ledger) -> tuple[Transfer, ...]:
+    """Only the curves of a ledger's transfers (see ``fit``)."""
+    return _transfers([(e, t) for e in ledger.entries if (t := duration_s(e)) is not None], ledger.meta)
+
+
 Timed = Sequence[tuple[Entry, float]]
 Kind = tuple[str, str, str | None, tuple[int, ...]]
 

@@ -86,7 +86,7 @@ def write(c: Calibration, path: Path) -> None:
 
 
 def read(path: Path) -> Calibration:
-    """Read what ``write`` wrote.
+    """Read what ``write`` wrote, or the table ``[calibration]`` of a cluster file with the curves of its links.
 
     Raises:
         InputError: no such file, too large, or no calibration.
@@ -105,7 +105,17 @@ def read(path: Path) -> Calibration:
         raise InputError(f"{path}: {str(error)[:80]}") from None
     if not isinstance(raw, dict):
         raise InputError(f"{path}: no calibration")
+    if isinstance(raw.get("calibration"), dict):
+        links = [raw[name] for name in ("intra", "inter") if isinstance(raw.get(name), dict)]
+        raw = {**raw["calibration"], "transfers": [row for link in links for row in link.get("measured", ())]}
+    elif "version" not in raw and "device" in raw:
+        raise InputError(f"{path}: a cluster without [calibration]; `meshwright calibrate --out FILE` measures one")
     return from_dict(raw, str(path))
+
+
+def table_lines(raw: Mapping[str, Any]) -> list[str]:
+    """Lines of one TOML table: plain values, then tables, then one inline table a row; None is left out."""
+    return _toml(raw).splitlines()
 
 
 def _toml(raw: Mapping[str, Any]) -> str:

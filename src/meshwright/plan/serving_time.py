@@ -143,7 +143,7 @@ def serving_time(
     if settings.max_num_seqs is not None:
         capacity = min(capacity, settings.max_num_seqs)
 
-    engine = engine_time(placement.profile.engine)
+    engine = engine_time(placement.profile.engine, cluster.device.driver)
     basis = _Basis(engine, placement.spec.moe is not None, word_of(placement, cluster, engine))
     host = Host(engine.request_s, conditions.poll_steps / 2 + conditions.dp_wait_steps, constants()["queue"])
     if workload.rate is not None:

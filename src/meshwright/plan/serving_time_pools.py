@@ -84,7 +84,7 @@ def pool_time(
     The requests of a decode replica are taken to fit its caches.
     """
     conditions = conditions or Conditions()
-    engine = engine_time(decode.placement.profile.engine)
+    engine = engine_time(decode.placement.profile.engine, decode.cluster.device.driver)
     users = workload.concurrency or 1
     replicas = decode.placement.layout.dp * decode.workers
     lanes = prefill.placement.layout.dp * prefill.workers
@@ -125,7 +125,7 @@ def pool_time(
 def _timed(
     prefill: Pool, decode: Pool, workload: Serve, settings: ServeSettings, conditions: Conditions, running: int
 ) -> _Timed:
-    engine = engine_time(decode.placement.profile.engine)
+    engine = engine_time(decode.placement.profile.engine, decode.cluster.device.driver)
     own = timed_steps(
         decode.placement, decode.cluster, settings, workload, running, conditions, stage_ranks(decode.placement),
         quarter=True,

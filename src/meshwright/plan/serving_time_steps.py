@@ -10,12 +10,13 @@ from typing import NamedTuple
 from meshwright.plan.cores import Batch
 from meshwright.plan.products import Held, Kind, held
 from meshwright.plan.timing.closed_loop import Steps
-from meshwright.plan.timing.collective import Wiring, joined
-from meshwright.plan.timing.compute import constants
+from meshwright.plan.timing.collective import Wiring, is_calibrated, joined
+from meshwright.plan.timing.compute import calibrated, constants
 from meshwright.plan.timing.estimate import Word
 from meshwright.plan.timing.step import StepContexts, contexts, step_work, together
-from meshwright.plan.timing.step_time import EngineTime, StepTime, engine_time, step_seconds
+from meshwright.plan.timing.step_time import OWN, EngineTime, StepTime, engine_time, step_seconds
 from meshwright.specs.cluster import Cluster
+from meshwright.specs.layout import Layout
 from meshwright.specs.placement import Coordinate, Placement
 from meshwright.specs.profile import ServeSettings
 from meshwright.specs.workload import Serve
@@ -103,7 +104,8 @@ class StepTimer:
         ranks: Sequence[StageRank],
     ) -> None:
         self.placement, self.cluster, self.settings, self.workload = placement, cluster, settings, workload
-        self.ranks, self.engine = ranks, engine_time(placement.profile.engine)
+        self.ranks = ranks
+        self.engine = engine_time(placement.profile.engine, cluster.device.driver)
         self.gain = accepted_tokens(settings, conditions.accepted)
         self.stages = placement.layout.pp
         self._text: StepContexts | None = None
@@ -194,7 +196,19 @@ def timed_steps(
 def word_of(placement: Placement, cluster: Cluster, engine: EngineTime) -> Word:
     """``calibrated`` where engine and device generation were fitted and the layout stays on measured links."""
     device, layout = cluster.device, placement.layout
-    fitted = device.vendor == "nvidia" and device.capability.partition(".")[0] in {"9", "10"}
     members = layout.tp * layout.pp * (layout.dp if placement.spec.moe is not None else 1)
-    near = joined(Wiring(members, min(members, cluster.devices_per_node)), cluster.inter)
-    return "calibrated" if engine.fitted and fitted and near and layout.pp == 1 else "modelled"
+    wiring = Wiring(members, min(members, cluster.devices_per_node))
+    if device.measured:
+        return _measured_word(layout, cluster, engine, wiring)
+    near = joined(wiring, cluster.inter)
+    return "calibrated" if engine.fitted and calibrated(device) and near and layout.pp == 1 else "modelled"
+
+
+def _measured_word(layout: Layout, cluster: Cluster, engine: EngineTime, wiring: Wiring) -> Word:
+    """``calibrated`` on a measured machine: an engine whose host side was measured, or fitted on devices of the same
+    kind, and groups of sizes that were measured."""
+    link = cluster.inter if wiring.across else cluster.intra
+    host = engine.fitted and (cluster.device.kind == "gpu" or engine is engine_time(OWN, cluster.device.driver))
+    known = all(is_calibrated(n, link) for n in (layout.tp, layout.cp, layout.ep))
+    handed = layout.pp == 1 or is_calibrated(2, link, "send")
+    return "calibrated" if host and known and handed else "modelled"

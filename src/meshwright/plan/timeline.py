@@ -124,7 +124,7 @@ class _Passes:
 
     @property
     def engine(self) -> EngineTime:
-        return engine_time(self.placement.profile.engine)
+        return engine_time(self.placement.profile.engine, self.cluster.device.driver)
 
     def timeline(self, phase: str, step: StepContexts) -> Timeline:
         """One pass; a decoding round gives every stage the slot of the slowest one."""

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.plan.pipeline_time import pipeline_seconds
-from meshwright.plan.timing.compute import unit_dtype
+from meshwright.plan.timing.collective import is_calibrated
+from meshwright.plan.timing.compute import efficiency, unit_dtype
 from meshwright.plan.timing.estimate import Seconds, Word, spread
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.training_time_work import DataWork, RankWork, StepWork, Work, distinct, product_peak, step_work
@@ -172,9 +173,14 @@ def rates(c: Constants, device: Device, software: Software) -> Rates:
         mixture *= c["mixture.graphs"]
     head = drift / c[f"dense.{core}"] / (c["clock.ultra"] if of == "ultra" else 1.0)
     dense = head / (c[f"dense.{low}.{core}"] if low and core != "ampere" else 1.0)
+    if device.measured:
+        drift, mixture = 1.0, 1.0
+        head = dense = 1.0 / efficiency(device, "dense", software.compute).compute
     experts = dense * mixture / c["experts"] / (c["experts.fp4"] if low == "fp4" else 1.0)
     blocks = c["dense.blocks"] if software.blocks and low == "fp8" else 1.0
     attention = drift / c[f"attention.{of}"] / (1.0 if software.fused else c["attention.torch"])
+    if device.measured:
+        attention = 1.0 / efficiency(device, "attention", software.compute).compute
     moved = drift / STREAM
     passes = moved * c["passes"] * (c["passes.low"] if low else 1.0)
     weights = Work(
@@ -298,13 +304,18 @@ def fitted(device: Device) -> bool:
 
 def word_of(cluster: Cluster, software: Software, placement: Placement) -> Word:
     """``calibrated`` on NVIDIA generations of the fit inside one node or domain, ``modelled`` elsewhere."""
-    inside = placement.layout.world <= cluster.devices_per_node
+    layout = placement.layout
+    inside = layout.world <= cluster.devices_per_node
+    if cluster.device.measured:
+        known = all(is_calibrated(n, cluster.intra) for n in (layout.tp, layout.cp, layout.dp * layout.cp, layout.ep))
+        handed = layout.pp == 1 or is_calibrated(2, cluster.intra, "send")
+        return "calibrated" if inside and known and handed else "modelled"
     return "calibrated" if fitted(cluster.device) and inside and software.compute != "fp4" else "modelled"
 
 
 def width_of(cluster: Cluster, placement: Placement) -> str:
     """Which interval holds: that of left-out dense models, of left-out mixtures of experts, or of other devices."""
-    if not fitted(cluster.device):
+    if not fitted(cluster.device) and not cluster.device.measured:
         return "elsewhere"
     return "dense" if placement.spec.moe is None else "mixture"
 

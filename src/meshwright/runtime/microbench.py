@@ -88,7 +88,8 @@ class BenchJob:
         placement: whose groups are measured.
         products: ``(m, k, n)``: m rows by a weight of k x n. cores, moves: see there.
         footprint_bytes: of the weights of a rank.
-        dtype: of all of it.
+        dtype: of all of it. device: ``cpu`` or ``cuda`` (one device a rank).
+        alone: also measure what a rank does by itself; False: only transfers.
     """
 
     placement: Placement
@@ -97,6 +98,8 @@ class BenchJob:
     moves: tuple[Move, ...] = ()
     footprint_bytes: int = 0
     dtype: str = "f32"
+    device: str = "cpu"
+    alone: bool = True
 
 
 def microbench(rank: int, job: BenchJob) -> Ledger:
@@ -104,23 +107,31 @@ def microbench(rank: int, job: BenchJob) -> Ledger:
     import torch
 
     from meshwright.runtime.checkpoint import TORCH_DTYPES
+    from meshwright.runtime.job import own_device
     from meshwright.runtime.mesh import build_mesh
 
     dtype = TORCH_DTYPES[job.dtype]
-    mesh = build_mesh(job.placement, rank)
+    device = own_device(job.device, rank)
+    mesh = build_mesh(job.placement, rank, device)
     world = job.placement.layout.world
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.device(device):
         entries = [*_moves(mesh, job.moves, dtype, job.dtype), *_messages(mesh)]
         _together(mesh)
-        entries += _copies(dtype, job.dtype)
-        entries += _products(job, dtype)
-        entries += _cores(job, dtype)
-        entries += _driver(job, dtype)
+        if job.alone:
+            entries += _copies(dtype, job.dtype)
+            entries += _products(job, dtype)
+            entries += _cores(job, dtype)
+            entries += _driver(job, dtype)
     for entry in entries:
         entry.rank_class, entry.source, entry.state = f"rank{rank}", "record", "completed"
     meta = {"machine": machine(), "ranks": str(world), "torch": str(torch.__version__)}
     meta |= {f"group.{axis}": str(mesh.group(axis).size) for axis in (*AXES, "ep") if mesh.group(axis).size > 1}
     return Ledger(entries, ranks=[Rank(rank, {}, f"rank{rank}")], meta=meta)
+
+
+def microbenches(rank: int, jobs: Sequence[BenchJob]) -> list[Ledger]:
+    """``microbench`` of several jobs, one after the other on the same ranks."""
+    return [microbench(rank, job) for job in jobs]
 
 
 def machine() -> str:
@@ -134,14 +145,26 @@ def repeat(call: Callable[[], object], calls: int | None = None) -> Iterator[tup
     call()
     if calls is None:
         call()
+        _settle()
         began = time.perf_counter()
         call()
+        _settle()
         calls = max(1, round(SHORTEST_S / max(time.perf_counter() - began, 1e-7)))
+    _settle()
     for _ in range(TIMES):
         began_ns = time.monotonic_ns()
         for _ in range(calls):
             call()
+        _settle()
         yield calls, began_ns, time.monotonic_ns()
+
+
+def _settle() -> None:
+    """Wait for the device, where there is one beside the CPU."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _timed(call: Callable[[], object], like: Entry, calls: int | None = None, share: int = 1) -> Iterator[Entry]:
@@ -196,7 +219,7 @@ def _cores(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
     for c in job.cores:
         shape = CacheShape(c.kv_heads, c.width, c.value_width)
         blocks = c.sequences * blocks_for(c.past + c.new, 16)
-        cache = PagedCache({0: shape}, blocks, 16, dtype, torch.device("cpu"))
+        cache = PagedCache({0: shape}, blocks, 16, dtype, torch.get_default_device())
         if c.past:
             cache.batch([(s, [0] * c.past) for s in range(c.sequences)], [False] * c.sequences, "prefill")
         batch = cache.batch([(s, [0] * c.new) for s in range(c.sequences)], [True] * c.sequences, c.phase)
@@ -336,7 +359,7 @@ def _small_step(layers: int, profile: EngineProfile, dtype: torch.dtype) -> floa
     placement = place(model_from_config(config, "small", "small"), Layout(), profile)
     weights = {n: torch.full(s.shape, 0.01, dtype=dtype) for n, s in own(placement, Coordinate())}
     alone = {axis: Group(axis, (0,), 0, None) for axis in (*AXES, "ep")}
-    mesh = Mesh(placement, 0, Coordinate(), torch.device("cpu"), alone)
+    mesh = Mesh(placement, 0, Coordinate(), torch.get_default_device(), alone)
     decoder = Decoder(mesh, weights, read_settings(config, "small"), dtype)
     return median(step_seconds(mesh, decoder, ((1, 2, 3, 4),), STEPS)[1:])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshwright.errors import InputError
 
@@ -16,6 +16,42 @@ from meshwright.errors import InputError
 MAX_DEVICES = 1 << 20
 
 LinkKind = Literal["nvlink", "nvswitch", "pcie", "xgmi", "c2c", "infiniband", "roce", "ethernet", "efa", "memory"]
+
+
+class MeasuredMove(NamedTuple):
+    """A collective or hand-off that was measured over a link.
+
+    Attributes:
+        op: all_reduce, all_gather, reduce_scatter, all_to_all, gather, send. ranks: of the group.
+        latency_s, bandwidth_bytes_s: of the line through it. error: median distance from that line, as a share.
+        knots: (payload bytes that enter on a rank, seconds), ascending.
+    """
+
+    op: str
+    ranks: int
+    latency_s: float
+    bandwidth_bytes_s: float
+    error: float
+    knots: tuple[tuple[int, float], ...]
+
+
+class MeasuredShare(NamedTuple):
+    """Shares of a device's memory bandwidth and peak that a class of work (dense, attention) reached in a dtype."""
+
+    work: str
+    dtype: str
+    memory: float
+    compute: float
+
+
+class Driver(NamedTuple):
+    """What the own engine's driver takes beside the device's work: seconds of the smallest operation, a layer, a pass,
+    and a message to all ranks of a replica."""
+
+    launch_s: float
+    layer_s: float
+    pass_s: float
+    message_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +67,7 @@ class Link:
         source: document or measurement.
         switched: every pair has the full bandwidth at once (NVSwitch, a network); False for meshes and buses.
         max_devices: devices that one domain of this link can join (72 for an NVL72 rack); None: no such limit.
+        measured: collectives that ``calibrate`` measured over it.
     """
 
     name: str
@@ -41,6 +78,7 @@ class Link:
     source: str = ""
     switched: bool = True
     max_devices: int | None = None
+    measured: tuple[MeasuredMove, ...] = ()
 
     def device_bandwidth_bytes_s(self, devices: int) -> float:
         """Bytes a second that each of ``devices`` devices of a node can send when all of them send at once."""
@@ -68,6 +106,7 @@ class Device:
             size on the label; ``detected``: this machine's; ``stated``: the user's.
         memory_source: where ``memory_bytes`` comes from.
         note: what a reader of a plan must know (shared memory, no peer-to-peer, ...).
+        measured, driver: what ``calibrate`` measured; peaks and bandwidth are then the best that it saw.
     """
 
     name: str
@@ -84,6 +123,8 @@ class Device:
     memory_basis: Literal["driver", "nominal", "detected", "stated"] = "driver"
     memory_source: str = ""
     note: str = ""
+    measured: tuple[MeasuredShare, ...] = ()
+    driver: Driver | None = None
 
     def peak(self, dtype: str) -> float | None:
         """Dense peak in FLOP/s for ``dtype``, or None where the hardware has no such unit."""

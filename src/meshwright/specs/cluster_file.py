@@ -24,6 +24,9 @@
     per = "device"                  # or "node": shared by the devices of a node
     latency_us = 4.0
 
+``meshwright calibrate`` writes such a file with what it measured besides: ``device.measured``, ``device.driver``, the
+rows ``measured`` of a link, and a table ``[calibration]`` that only ``ledger.calibration_file`` reads.
+
 A link table with a bandwidth must name its direction, so that a datasheet's doubled figure is never taken for one way.
 """
 
@@ -33,6 +36,7 @@ import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -40,17 +44,39 @@ from typing import Any, Literal, cast, get_args
 from meshwright.errors import InputError
 from meshwright.specs.atlas.devices import GIB, find_device
 from meshwright.specs.atlas.links import CUSTOM_LATENCY_S, find_link, parse_rate
-from meshwright.specs.cluster import Cluster, Device, Link, LinkKind, make_cluster
+from meshwright.specs.cluster import (
+    Cluster,
+    Device,
+    Driver,
+    Link,
+    LinkKind,
+    MeasuredMove,
+    MeasuredShare,
+    make_cluster,
+)
 
 #: Largest file that is read.
-MAX_FILE_BYTES = 64 * 1024
+MAX_FILE_BYTES = 1 << 20
+#: Most measured rows of a device or a link, and most knots of one.
+MAX_ROWS, MAX_KNOTS = 256, 64
 
 #: Dtypes that ``peak_tflops`` may name.
 PEAK_DTYPES = ("bf16", "f16", "f8_e4m3", "fp4", "tf32", "f32", "i8")
 
-_TOP = ("nodes", "devices_per_node", "device", "inter", "intra")
-_DEVICE = ("base", "name", "vendor", "kind", "memory_gib", "bandwidth", "capability", "peak_tflops")
-_LINK = ("base", "name", "kind", "bandwidth", "direction", "per", "latency_us")
+_TOP = ("nodes", "devices_per_node", "device", "inter", "intra", "calibration")
+_DEVICE = (
+    "base",
+    "name",
+    "vendor",
+    "kind",
+    "memory_gib",
+    "bandwidth",
+    "capability",
+    "peak_tflops",
+    "measured",
+    "driver",
+)
+_LINK = ("base", "name", "kind", "bandwidth", "direction", "per", "latency_us", "measured")
 
 
 def read_cluster_file(path: str) -> Cluster:
@@ -173,6 +199,8 @@ def _device(table: Mapping[str, Any]) -> Device:
         if "bandwidth" in table
         else base.bandwidth_bytes_s,
         capability=_text("device.capability", table["capability"]) if "capability" in table else base.capability,
+        measured=tuple(_share(row) for row in _rows("device.measured", table)),
+        driver=_driver(table["driver"]) if "driver" in table else None,
         source=f"the cluster file; the rest: {base.source}" if base.source else "the cluster file",
     )
 
@@ -210,5 +238,48 @@ def _link(where: str, value: Any) -> Link:
         latency_s=latency,
         per=per,
         switched=base.switched or kind == "nvswitch",
+        measured=tuple(_move(f"{where}.measured", row) for row in _rows(f"{where}.measured", value)),
         source=f"the cluster file; the rest: {base.source}" if base.source else "the cluster file",
+    )
+
+
+def _rows(where: str, table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    rows = table.get("measured", [])
+    if not isinstance(rows, list) or len(rows) > MAX_ROWS or not all(isinstance(row, Mapping) for row in rows):
+        raise InputError(f"{where} must be a list of at most {MAX_ROWS} tables, as calibrate writes them")
+    return rows
+
+
+def _share(row: Mapping[str, Any]) -> MeasuredShare:
+    shares = [_number(f"device.measured.{name}", row.get(name), 1e-9, 10) for name in ("memory", "compute")]
+    return MeasuredShare(
+        _text("device.measured.work", row.get("work")), _text("device.measured.dtype", row.get("dtype")), *shares
+    )
+
+
+def _driver(table: Any) -> Driver:
+    if not isinstance(table, Mapping):
+        raise InputError("device.driver must be a table, as calibrate writes it")
+    return Driver(*(_number(f"device.driver.{name}", table.get(name), 0, 1e3) for name in Driver._fields))
+
+
+def _move(where: str, row: Mapping[str, Any]) -> MeasuredMove:
+    knots = row.get("knots")
+    if not isinstance(knots, list) or not 1 <= len(knots) <= MAX_KNOTS:
+        raise InputError(f"{where}.knots must be 1 to {MAX_KNOTS} pairs of bytes and seconds")
+    if not all(isinstance(knot, list) and len(knot) == 2 for knot in knots):
+        raise InputError(f"{where}.knots must be pairs of bytes and seconds")
+    pairs = tuple(
+        (round(_number(f"{where}.knots", size, 1, 1 << 60)), _number(f"{where}.knots", took, 1e-9, 1e6))
+        for size, took in knots
+    )
+    if any(a[0] >= b[0] for a, b in pairwise(pairs)):
+        raise InputError(f"{where}.knots do not ascend in bytes")
+    return MeasuredMove(
+        _text(f"{where}.op", row.get("op")),
+        round(_number(f"{where}.ranks", row.get("ranks"), 2, 1 << 20)),
+        _number(f"{where}.latency_s", row.get("latency_s"), 0, 1e6),
+        _number(f"{where}.bandwidth_bytes_s", row.get("bandwidth_bytes_s"), 1e-3, 1e18),
+        _number(f"{where}.error", row.get("error"), 0, 1e6),
+        pairs,
     )

@@ -18,8 +18,11 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from math import ceil, exp, log, log2
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
+from meshwright.errors import InputError
+from meshwright.ledger.calibrate import Calibration, Transfer
 from meshwright.plan.timing.estimate import Seconds, Word, spread
 from meshwright.specs.cluster import Cluster, Link
 
@@ -95,11 +98,43 @@ def collective_seconds(op: str, wiring: Wiring, payload_bytes: float, cluster: C
 
 @lru_cache(maxsize=4096)
 def _curve(op: str, wiring: Wiring, intra: Link, inter: Link, per_node: int) -> Curve:
+    own = _calibrated(op, wiring.members, inter if wiring.across else intra)
+    if own is not None:
+        return own
     if op in {"send", "recv"}:
         return _hand_off(intra, inter, per_node, wiring)
     if wiring.across:
         return _across(op, wiring, intra, inter, per_node)
     return _inside(op, wiring.members, intra)
+
+
+#: Ops that ``calibrate`` measures; a mesh of several kinds is read from the nearest of them.
+_OTHER = {"recv": "send", "scatter": "gather", "broadcast": "all_gather", "reduce": "reduce_scatter"}
+
+
+def is_calibrated(members: int, link: Link, op: str = "all_reduce") -> bool:
+    """Whether ``calibrate`` measured ``op`` over so many ranks of the link."""
+    return members < 2 or any(m.op == op and m.ranks == members for m in link.measured)
+
+
+def _calibrated(op: str, members: int, link: Link) -> Curve | None:
+    """The curve that was measured over this link, or scaled from another number of its ranks; None without any."""
+    if not link.measured:
+        return None
+    name = _OTHER.get(op, op)
+    transfers = tuple(Transfer(*m) for m in link.measured)
+    ranks = 2 if name == "send" else members
+    known = any((t.op, t.ranks) == (name, ranks) for t in transfers)
+    c = Calibration("", 1, {}, 1.0, transfers=transfers)
+    sizes = sorted({*KNOTS, *(float(size) for t in transfers if t.op == name for size, _ in t.knots)})
+    try:
+        times = [c.transfer_s(name, round(size), ranks) for size in sizes]
+    except InputError:
+        return None
+    width = max(_widths()["measured"], median(t.error for t in transfers if t.op == name)) if known else 0.0
+    word: Word = "calibrated" if known else "modelled"
+    points = tuple(log(size) for size in sizes), tuple(log(max(t, 1e-9)) for t in times)
+    return Curve(*points, width or _widths()["scaled"], word)
 
 
 def _widths() -> Mapping[str, float]:
@@ -256,6 +291,8 @@ def small_all_reduce_seconds(wiring: Wiring, payload_bytes: float, latency_share
     """
     nccl = curve("all_reduce", wiring, cluster)
     seconds = nccl.seconds(payload_bytes)
+    if cluster.intra.measured:
+        return seconds
     small: Mapping[str, float] = table()["small"]
     peers = joined(wiring, cluster.inter) and cluster.intra.kind in {"nvlink", "nvswitch"}
     if not peers or payload_bytes > small["limit_bytes"]:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from meshwright.plan.timing.estimate import Seconds, spread
+from meshwright.plan.timing.estimate import Seconds, Word, spread
 from meshwright.plan.wire import Op
 from meshwright.specs.cluster import Device
 
@@ -79,8 +79,24 @@ def shape_class(op: Op) -> ShapeClass:
 
 
 def efficiency(device: Device, kind: ShapeClass, dtype: str) -> Efficiency:
-    """Constants of a shape class on a device for weights of ``dtype``."""
+    """Constants of a shape class on a device for weights of ``dtype``; measured shares of a calibrated device."""
+    if device.measured:
+        return _measured(device, kind, dtype)
     return _efficiency(generation(device), kind, dtype, unit_dtype(device, dtype))
+
+
+def _measured(device: Device, kind: ShapeClass, dtype: str) -> Efficiency:
+    """Of the same class and dtype, else of the class in another dtype; what only moves memory reaches all of it."""
+    work = {"experts": "dense"}.get(kind, kind)
+    unit = unit_dtype(device, dtype)
+    found = sorted((m for m in device.measured if m.work == work), key=lambda m: m.dtype != unit)
+    return Efficiency(found[0].memory, found[0].compute) if found else Efficiency(1.0, 1.0)
+
+
+def calibrated(device: Device) -> bool:
+    """Whether constants were fitted on devices of this generation (Hopper, Blackwell), or this one was measured."""
+    fitted = device.vendor == "nvidia" and device.capability.partition(".")[0] in {"9", "10"}
+    return fitted or bool(device.measured)
 
 
 @cache
@@ -127,6 +143,5 @@ def op_seconds(op: Op, device: Device) -> float:
 
 def op_time(op: Op, device: Device) -> Seconds:
     """The same with interval and word: calibrated on the generations that the constants were fitted on."""
-    fitted = device.vendor == "nvidia" and device.capability.partition(".")[0] in {"9", "10"}
-    width = _file()["width_log"]["calibrated" if fitted else "modelled"]
-    return spread(op_seconds(op, device), width, "calibrated" if fitted else "modelled")
+    word: Word = "calibrated" if calibrated(device) else "modelled"
+    return spread(op_seconds(op, device), _file()["width_log"][word], word)

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 from meshwright.plan.timing.collective import curve, small_all_reduce_seconds
 from meshwright.plan.timing.compute import Efficiency, constants, efficiency, generation, peak_flops, roofline
 from meshwright.plan.timing.step import Kernel, Message, Work
-from meshwright.specs.cluster import Cluster
+from meshwright.specs.cluster import Cluster, Driver
 
 #: Parts of a step, in the order in which they are shown.
 PARTS = ("weights", "experts", "attention", "other", "communication", "launch", "host")
 #: Engines whose host constants were fitted; another one takes those of the first.
 FITTED = ("vllm", "sglang", "trtllm")
+#: The engine whose driver ``calibrate`` measures.
+OWN = "meshwright"
 
 
 class EngineTime(NamedTuple):
@@ -39,9 +41,21 @@ class EngineTime(NamedTuple):
     fitted: bool
 
 
+#: Kernels of a dense layer as ``timing.step.launches_of`` counts them: two norms, five of attention, three of the MLP.
+DENSE_LAUNCHES = 10
+
+
 @cache
-def engine_time(engine: str) -> EngineTime:
-    """Constants of an engine by name; one that was not fitted takes vLLM's."""
+def engine_time(engine: str, driver: Driver | None = None) -> EngineTime:
+    """Constants of an engine by name; one that was not fitted takes vLLM's.
+
+    Args:
+        engine: name. driver: of the own engine where ``calibrate`` measured it: it launches every kernel itself, so
+            that its layer is shared out over the kernels of one.
+    """
+    if engine == OWN and driver is not None:
+        each = driver.layer_s / DENSE_LAUNCHES
+        return EngineTime(each, each, each, driver.message_s, 0.0, driver.pass_s, 0.0, alone=False, fitted=True)
     name, c = engine if engine in FITTED else FITTED[0], constants()
     return EngineTime(
         launch_s=c[f"launch.{name}"],

@@ -1,0 +1,153 @@
+"""A machine that was measured, as a cluster for the planner and as the file that ``--on`` reads.
+
+The planner counts with a device's peaks and bandwidth and a link's curves. Of a calibration it takes the best measured
+rates as these peaks, the share of them that products and attention cores reach, the curve of every collective, and
+what the own engine's driver needs. The table ``[calibration]`` of the file keeps the rest: the efficiency of each
+measured shape, with which ``ledger.calibrate`` times a ledger entry by entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from meshwright.errors import InputError
+from meshwright.ledger.calibrate import Calibration, Sample, Transfer
+from meshwright.ledger.calibration_file import as_dict, table_lines
+from meshwright.specs.atlas.devices import match_device
+from meshwright.specs.cluster import Cluster, Driver, Link, MeasuredMove, MeasuredShare
+from meshwright.specs.units import GIB
+
+#: FLOPs a byte from which a product is bound by arithmetic on the measured machine: twice the ridge of its roofline.
+BEYOND_RIDGE = 2.0
+#: Shape classes of the planner by the op of a sample.
+CLASSES = {"matmul": "dense", "attention": "attention"}
+
+
+def measured_cluster(cluster: Cluster, c: Calibration, across: Iterable[Transfer] = ()) -> Cluster:
+    """``cluster`` with what was measured in place of what was detected or looked up.
+
+    Args:
+        cluster: devices and links by name or detection.
+        c: of one of its nodes; without rates only its transfers count. across: transfers between nodes.
+    """
+    device, intra, inter = cluster.device, cluster.intra, cluster.inter
+    if c.flops_s:
+        peaks = {**dict(device.peak_flops), **c.flops_s}
+        device = replace(
+            device,
+            peak_flops=tuple(peaks.items()),
+            bandwidth_bytes_s=c.bandwidth_bytes_s,
+            measured=tuple(shares(c)),
+            driver=Driver(c.launch_s, c.layer_s, c.pass_s, c.message_s),
+            source=f"measured by calibrate: {c.machine}",
+        )
+    intra, inter = measured_link(intra, c.transfers), measured_link(inter, tuple(across))
+    notes = tuple(note for note in cluster.notes if "not measured" not in note)
+    return replace(cluster, device=device, intra=intra, inter=inter, notes=notes)
+
+
+def measured_link(link: Link, transfers: Sequence[Transfer]) -> Link:
+    """A link with measured curves; latency and bandwidth are those of the hand-off, where one was measured."""
+    if not transfers:
+        return link
+    moves = tuple(MeasuredMove(t.op, t.ranks, t.latency_s, t.bandwidth_bytes_s, t.error, t.knots) for t in transfers)
+    link = replace(link, measured=moves, source="measured by calibrate")
+    sent = next((t for t in transfers if t.op == "send"), None)
+    return link if sent is None else replace(link, bandwidth_bytes_s=sent.bandwidth_bytes_s, latency_s=sent.latency_s)
+
+
+def wire_share(op: str, ranks: int) -> float:
+    """Bytes that a rank sends in a ring for each byte that enters: bus over algorithm bandwidth (nccl-tests,
+    ``doc/PERFORMANCE.md``), over the payload of the ledger."""
+    if op in {"all_gather", "gather"}:
+        return float(ranks - 1)
+    rounds = 2 if op == "all_reduce" else 1
+    return rounds * (ranks - 1) / ranks
+
+
+def shares(c: Calibration) -> Iterable[MeasuredShare]:
+    """Median share of bandwidth and of the peak by class and dtype: of what one of them binds."""
+    for (op, dtype), samples in _by_kind(c.work).items():
+        bound = {True: [], False: []}  # type: dict[bool, list[float]]
+        ridge = c.flops_s.get(dtype, min(c.flops_s.values())) / c.bandwidth_bytes_s
+        for s in samples:
+            bound[_intensity(s) > BEYOND_RIDGE * ridge].append(s.efficiency)
+        computing, reading = bound[True] or bound[False], bound[False] or bound[True]
+        yield MeasuredShare(CLASSES[op], dtype, min(median(reading), 10.0), min(median(computing), 10.0))
+
+
+def _by_kind(work: Sequence[Sample]) -> dict[tuple[str, str], list[Sample]]:
+    found: dict[tuple[str, str], list[Sample]] = {}
+    for s in work:
+        if s.op in CLASSES:
+            found.setdefault((s.op, s.dtype), []).append(s)
+    return found
+
+
+def _intensity(s: Sample) -> float:
+    """FLOPs a byte, elements of four bytes: of a product by its sides, of a core by its new tokens a sequence."""
+    if s.op == "matmul" and len(s.sizes) == 3:
+        m, k, n = s.sizes
+        return 2 * m * k * n / (4 * (m * k + k * n + m * n))
+    return 1e9 if s.phase == "prefill" else 0.0
+
+
+def as_toml(cluster: Cluster, c: Calibration, remarks: Sequence[str] = ()) -> str:
+    """The file that ``--on`` reads; ``remarks`` are comments at its head."""
+    device = cluster.device
+    head: dict[str, Any] = {"nodes": cluster.nodes, "devices_per_node": cluster.devices_per_node}
+    dev = {
+        "name": device.name,
+        "kind": device.kind,
+        "vendor": device.vendor,
+        "memory_gib": device.memory_bytes / GIB,
+        "bandwidth": f"{device.bandwidth_bytes_s / 1e9:.6g}GB/s",
+        "capability": device.capability,
+        "peak_tflops": {dtype: flops / 1e12 for dtype, flops in device.peak_flops},
+    }
+    if device.measured:
+        dev["measured"] = [m._asdict() for m in device.measured]
+    if device.driver is not None:
+        dev["driver"] = device.driver._asdict()
+    known = match_device(device.name) == device
+    if known:
+        head["device"] = device.name
+    kept = {k: v for k, v in as_dict(c).items() if k != "transfers"}
+    lines = [f"# {remark}" for remark in remarks]
+    lines += table_lines(head)
+    if not known:
+        lines += ["", "[device]", *table_lines({k: v for k, v in dev.items() if v != ""})]
+    for name, link in (("intra", cluster.intra), ("inter", cluster.inter)):
+        if name == "intra" or cluster.nodes > 1 or link.measured:
+            lines += ["", f"[{name}]", *table_lines(_link(link))]
+    if c.flops_s:
+        lines += ["", "[calibration]", *table_lines(kept)]
+    return "\n".join(lines) + "\n"
+
+
+def _link(link: Link) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "name": link.name,
+        "kind": link.kind,
+        "bandwidth": f"{link.bandwidth_bytes_s / 1e9:.6g}GB/s",
+        "direction": "one",
+        "per": link.per,
+        "latency_us": link.latency_s * 1e6,
+    }
+    return {**out, "measured": [m._asdict() for m in link.measured]} if link.measured else out
+
+
+def write(cluster: Cluster, c: Calibration, path: Path, remarks: Sequence[str] = ()) -> None:
+    """Write ``as_toml``.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        path.write_text(as_toml(cluster, c, remarks), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
