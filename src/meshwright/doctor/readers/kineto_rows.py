@@ -16,6 +16,8 @@ from meshwright.doctor.readers.kineto_names import COMM, STEP, WORK, host_kind, 
 #: Calls of collectives kept of a trace, and names remembered.
 MAX_CALLS = 200_000
 MAX_NAMES = 200_000
+#: Characters of a name that are looked at, steps kept, numbers in a list of shapes.
+MAX_NAME, MAX_STEPS, MAX_NUMBERS = 2000, 100_000, 1024
 #: Beyond these microseconds a time is absolute, and no base is added (2001-09-09).
 ABSOLUTE_US = 1e15
 #: Times beyond this many microseconds are nonsense (64-bit nanoseconds end at 9.2e15).
@@ -155,7 +157,7 @@ class Rows:
         return "kernel" if event.get("pid") == "CUDA functions" else None
 
     def _device(self, event: Event, kind: str, start: int, end: int) -> None:
-        name = event["name"]
+        name = event["name"][:MAX_NAME]
         args = event.get("args") or {}
         known = self._ops.get(name)
         if known is None:
@@ -183,7 +185,7 @@ class Rows:
             self.dropped += 1
 
     def _host(self, event: Event, category: str, start: int, end: int) -> None:
-        name = event["name"]
+        name = event["name"][:MAX_NAME]
         kinds = self._kinds.setdefault(category, {})
         if name in kinds:
             kind = kinds[name]
@@ -197,7 +199,8 @@ class Rows:
             return
         lane = self._lane(event.get("tid"))
         if kind == STEP:
-            self.steps.append((name[:120], start, end, lane))
+            if len(self.steps) < MAX_STEPS:
+                self.steps.append((name[:120], start, end, lane))
             return
         if kind == COMM:
             self._call(self.host_calls, Call(start, end, lane, name[:120], _kept(event.get("args") or {})))
@@ -246,6 +249,7 @@ class Rows:
         return found
 
     def _lane(self, tid: Any) -> int:
+        tid = tid[:MAX_NAME] if isinstance(tid, str) else tid
         found = self._lanes.get(tid)
         if found is None:
             found = self._lanes[tid] = len(self._lanes) if len(self._lanes) < MAX_NAMES else 0
@@ -261,4 +265,6 @@ def _kept(args: dict[str, Any]) -> dict[str, Any]:
 def _small(value: Any) -> bool:
     if isinstance(value, str):
         return len(value) <= 1 << 16
-    return isinstance(value, int | float) or (isinstance(value, list) and len(value) <= 64)
+    if isinstance(value, list):
+        return len(value) <= 64 and sum(len(v) for v in value if isinstance(v, list | str)) <= MAX_NUMBERS
+    return isinstance(value, int | float)
