@@ -114,7 +114,9 @@ def _connect(ray: Any, address: str | None, world: int) -> bool:
             )
         else:
             ray.init(address=address or "auto", log_to_driver=True, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises a bare one where its own processes do not come up
+        if local:
+            raise RankError(f"Ray did not start on this machine ({str(error).splitlines()[0][:150]})") from None
         raise InputError(f"--address {address}: no Ray cluster there ({str(error).splitlines()[0][:100]})") from None
     return True
 
