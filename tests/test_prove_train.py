@@ -82,6 +82,12 @@ def test_the_command_proves_a_step_and_its_ledger_is_what_the_hand_counts(models
     assert held == {"weights": 4 * numel, "gradients": 4 * numel, "optimizer": 8 * numel}
 
 
+def assert_peaks(found: list[TrainProof]) -> None:
+    """Activation peaks are where they were predicted, within 5 %."""
+    far = {str(p.layout): [round(peak.apart, 3) for peak in p.peaks] for p in found if p.layout.zero < 3}
+    assert all(abs(apart) < 0.05 for row in far.values() for apart in row), far
+
+
 def test_two_ranks_of_every_kind(models: Path, tmp_path: Path) -> None:
     cases = [
         Case("tp=2,sp=on", options={"recompute": "full"}),
@@ -90,7 +96,9 @@ def test_two_ranks_of_every_kind(models: Path, tmp_path: Path) -> None:
         Case("dp=2,zero=2"),
         Case("dp=2,zero=3"),
     ]
-    assert_proven(train_proofs(models / "tied", cases, numbers=tmp_path / "numbers"))
+    found = train_proofs(models / "tied", cases, numbers=tmp_path / "numbers")
+    assert_proven(found)
+    assert_peaks(found)
 
 
 def test_bad_input_is_one_line(models: Path) -> None:
@@ -132,7 +140,9 @@ FOUR = [
 @pytest.mark.parametrize("part", range(2))
 def test_four_ranks(models: Path, tmp_path: Path, part: int) -> None:
     cases = [Case(layout) for layout in FOUR[part::2]]
-    assert_proven(train_proofs(models / "even", cases, numbers=tmp_path / "numbers", global_batch=16, timeout_s=300))
+    found = train_proofs(models / "even", cases, numbers=tmp_path / "numbers", global_batch=16, timeout_s=300)
+    assert_proven(found)
+    assert_peaks(found)
 
 
 EXPERTS = ["tp=2", "tp=2,ep=2", "dp=2,ep=2", "cp=2,ep=2", "dp=2,ep=2,zero=3", "pp=2,schedule=zb-h1"]

@@ -49,7 +49,7 @@ MAX_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Most bytes of activations and other passing tensors of a rank in the first step; see ``runtime.train_memory``."""
+    """Most bytes of activations and other passing tensors of a rank in a step; see ``runtime.train_memory``."""
 
     rank: int
     measured: int
@@ -77,11 +77,9 @@ class TrainProof(Proof):
         if not self.peaks:
             return ""
         most = max(self.peaks, key=lambda p: p.measured)
-        text = (
-            f"activation peak: {most.measured:,} bytes measured (live storages of the first step) on rank {most.rank}"
-        )
+        text = f"activation peak: {most.measured:,} bytes measured (live storages in one more step) on rank {most.rank}"
         if any(p.predicted is None for p in self.peaks):
-            return f"{text}, not predicted for this layout"
+            return f"{text}; predicted only for dense layers with zero below 3"
         worst = max(self.peaks, key=lambda p: abs(p.apart))
         return f"{text}, {most.predicted:,} predicted; farthest: rank {worst.rank}, {worst.apart:+.1%}"
 

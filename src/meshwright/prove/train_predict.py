@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from meshwright import engines
 from meshwright.ledger.compare import HAND_OFFS
-from meshwright.ledger.schema import Entry, Ledger, Rank
+from meshwright.ledger.schema import Entry, Holding, Ledger, Rank
 from meshwright.moves.context import neighbours
+from meshwright.plan.executed.activations import activation_peak
 from meshwright.plan.executed.holdings import holdings
-from meshwright.plan.executed.step import Moved, step_entries
+from meshwright.plan.executed.step import Moved, step_entries, step_of
 from meshwright.plan.training_step import microbatches
 from meshwright.prove.predict import APART, ENGINE, answer, converted_spec, run_apart
 from meshwright.prove.routing import Chosen, Routes, read_routing
@@ -78,6 +79,8 @@ def predict(request: TrainRequest) -> Ledger:
         at, name = placement.coordinate(rank), f"rank{rank}"
         ledger.ranks.append(Rank(rank, {axis: getattr(at, axis) for axis in (*AXES, "ep")}, name))
         ledger.holdings += holdings(placement, work, rank)
+        peak = activation_peak(step_of(placement, work, rank))
+        ledger.holdings += [] if peak is None else [Holding(name, "activations", None, peak, "modelled")]
         entries = step_entries(placement, work, rank, _moved(passes, rank) if passes else None)
         ledger.entries += _steps(entries, request.steps, at.cp, layout.cp)
     return ledger

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from meshwright.runtime.train.options import TrainOptions
     from meshwright.runtime.train.pieces import LocalPiece
     from meshwright.runtime.train.state import TrainState
-    from meshwright.runtime.train_memory import PassingBytes
 
 #: Label of a token that is not learned from.
 IGNORED = -100
@@ -97,7 +96,7 @@ class RankTrain:
         losses, norms: of every step, as the rank reports them. norms before clipping.
         lengths: of the reference only: Euclidean length and number of elements of every tensor, by ``kind/name``.
         runs: what it holds of gradients and weights against the reference.
-        peak_bytes: most bytes of activations and other passing tensors in the first step.
+        peak_bytes: most bytes of activations and other passing tensors in one more step.
     """
 
     rank: int
@@ -155,7 +154,6 @@ def run_train_proof(rank: int, job: TrainJob) -> RankTrain:
     from meshwright.runtime.train.init import random_weights
     from meshwright.runtime.train.state import build_state
     from meshwright.runtime.train.step import train_step
-    from meshwright.runtime.train_memory import PassingBytes
 
     placement, at = job.placement, job.placement.coordinate(rank)
     mistake = train_mutation(job.mutation, placement) if job.mutation else None
@@ -170,13 +168,12 @@ def run_train_proof(rank: int, job: TrainJob) -> RankTrain:
         state = build_state(mesh, weights, model.settings, options_of(job))
         del weights
         recorder = None if job.reference else Recorder(placement, rank, matmuls=True)
-        passing = PassingBytes(x for tensors in state.data.resident().values() for x in tensors)
         keep = (_Writer if job.reference else _Holder)(job, at, out)
         began = time.perf_counter()
         with recorder or _choices(job):
             for step in range(job.steps):
-                state.on_gradients = partial(_at_gradients, keep, state, passing, recorder) if step == 0 else None
-                with passing if step == 0 else nullcontext(), scope(step=step, fresh=True):
+                state.on_gradients = partial(_at_gradients, keep, state, recorder) if step == 0 else None
+                with scope(step=step, fresh=True):
                     result = train_step(state, batch_of(job, at))
                 out.losses.append(result.loss)
                 out.norms.append(result.grad_norm)
@@ -184,21 +181,33 @@ def run_train_proof(rank: int, job: TrainJob) -> RankTrain:
                 if step == 0:
                     keep.take("weight", (piece for piece in state.pieces() if piece.kind == "weight"))
         out.seconds = time.perf_counter() - began
-    out.peak_bytes = passing.peak_bytes
+        if not job.reference:
+            out.peak_bytes = _peak(state, batch_of(job, at))
     keep.close()
     out.ledger = recorder.ledger() if recorder is not None else None
     return out
 
 
-def _at_gradients(keep: _Keep, state: TrainState, passing: PassingBytes, recorder: Recorder | None) -> None:
+def _at_gradients(keep: _Keep, state: TrainState, recorder: Recorder | None) -> None:
     """Between the reductions and clipping: gradients are whole, and everything that stays is there."""
     from meshwright.runtime.train_memory import stored_bytes
 
-    passing.stop()
     if recorder is not None:
         for term, tensors in state.data.resident().items():
             recorder.hold(term, None, stored_bytes(tensors))
     keep.take("gradient", state.data.gradients())
+
+
+def _peak(state: TrainState, batch: Batch) -> int:
+    """Most bytes of passing tensors, in one more step that no recorder sees (it would keep what was handed off)."""
+    from meshwright.runtime.train.step import train_step
+    from meshwright.runtime.train_memory import PassingBytes
+
+    passing = PassingBytes(x for tensors in state.data.resident().values() for x in tensors)
+    state.on_gradients = passing.stop
+    with passing:
+        train_step(state, batch)
+    return passing.peak_bytes
 
 
 @contextmanager

@@ -195,6 +195,11 @@ class Pass:
         return [*inputs[:ahead], *again, *inputs[ahead:]]
 
 
+def step_of(placement: Placement, train: Train, rank: int, moved: Moved | None = None) -> Pass:
+    """The step of a rank."""
+    return Pass(placement, train, placement.coordinate(rank), moved)
+
+
 def step_entries(placement: Placement, train: Train, rank: int, moved: Moved | None = None) -> list[Entry]:
     """Entries of one optimizer step on one rank, as rank class ``rank{n}``.
 
@@ -202,6 +207,5 @@ def step_entries(placement: Placement, train: Train, rank: int, moved: Moved | N
         InputError: the batch does not divide, or the schedule cannot do as many micro-batches.
     """
     entries: list[Entry] = []
-    own = Pass(placement, train, placement.coordinate(rank), moved)
-    own.run(Emitter(f"rank{rank}", "forward", entries))
+    step_of(placement, train, rank, moved).run(Emitter(f"rank{rank}", "forward", entries))
     return entries
