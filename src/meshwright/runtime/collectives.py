@@ -16,8 +16,8 @@ from meshwright.runtime.mesh import Group
 from meshwright.runtime.transport import LETTER_BYTES, fits
 
 # Names of torch 2.13, and those before it, which 2.13 calls deprecated.
-_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -41,7 +41,7 @@ def all_gather_rows(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    _gather_rows(out, x.contiguous(), group=group.pg)
+    gather_into(out, x.contiguous(), group=group.pg)
     return out
 
 
@@ -50,7 +50,7 @@ def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    _scatter_sum(out, x.contiguous(), group=group.pg)
+    scatter_into(out, x.contiguous(), group=group.pg)
     return out
 
 

@@ -29,6 +29,7 @@ class TrainStep:
         batch: its rows. turned: cosine and sine of their positions.
         cp: ranks that share the sequences; ulysses: by all_to_all of heads, else on the ring.
         again: the attention core is computed again in the backward.
+        ran: layers that ran; one that runs once more does so for its backward.
     """
 
     batch: TrainBatch
@@ -37,6 +38,7 @@ class TrainStep:
     ulysses: bool
     again: bool = False
     kept: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+    ran: set[int] = field(default_factory=set, init=False)
 
     def keep(self, layer: int, k_THd: Tensor, v_THd: Tensor) -> None:
         """Keys and values of the layer that attends next."""

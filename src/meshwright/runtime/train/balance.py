@@ -20,7 +20,7 @@ from torch import Tensor
 from meshwright.runtime.collectives import all_reduce
 from meshwright.runtime.mesh import Group, Mesh
 from meshwright.runtime.models.moe import Router
-from meshwright.runtime.scope import scope, where
+from meshwright.runtime.scope import scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,14 @@ class Counts:
 
     Attributes:
         rows_E: since the last step, rows that this rank's tokens sent to every expert.
-        loss: since then, this rank's part of the balancing losses. scale: of the loss of the pass that runs.
+        loss: since then, this rank's part of the balancing losses.
+        scale: of the loss of the pass that runs. again: it runs for the backward, and was counted before.
     """
 
     rows_E: Tensor
     loss: Tensor
     scale: float = 1.0
+    again: bool = False
 
     def take(self, other: Counts) -> None:
         """Go on where another stopped."""
@@ -91,13 +93,12 @@ class TrainRouter(Router):
         scores_TE = self.scores(x_TD)
         weights_TK, ids_TK = self.weighed(scores_TE, given)
         rows_E = torch.bincount(ids_TK.flatten(), minlength=scores_TE.shape[1])
-        first = where().phase != "backward"  # where a layer runs again it was counted before
-        if first:
+        if not self.counts.again:
             self.counts.rows_E += rows_E
         if not self.balance.loss:
             return weights_TK, ids_TK
         loss, scale = self._loss(scores_TE, rows_E), self.counts.scale / self.copies
-        if first:
+        if not self.counts.again:
             self.counts.loss += loss.detach() * scale
         added: Tensor = _WithLoss.apply(weights_TK, loss, scale)  # type: ignore[no-untyped-call]
         return added, ids_TK

@@ -127,7 +127,8 @@ class TrainLayer(nn.Module):
         self._edges.begin(step.batch.tokens)
         block = self.block()
         if self._router is not None:
-            self._router.counts.scale = step.batch.aux_scale
+            self._router.counts.scale, self._router.counts.again = step.batch.aux_scale, self.number in step.ran
+        step.ran.add(self.number)
         # A TrainStep answers everything that blocks of a training pass ask of a Step.
         out = block(x_RD, cast(Step, step))
         if isinstance(block.ffn, MixtureOfExperts):
