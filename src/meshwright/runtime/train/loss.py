@@ -56,8 +56,8 @@ class VocabularyLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:2]
         dx: list[Tensor] = []
         dw: Tensor | None = None
-        start = 0
-        for rows in loss_pieces(x_TD.shape[0], v.widest):
+        start, pieces = 0, loss_pieces(x_TD.shape[0], v.widest)
+        for rows in pieces:
             piece = slice(start, start + rows)
             loss, dz = _piece(x_TD[piece], head_VD, labels_T[piece], v)
             total += loss
@@ -66,9 +66,10 @@ class VocabularyLoss(torch.autograd.Function):
                     dx.append(torch.ops.meshwright.linear(dz, head_VD.t(), None))
                 if wanted[1]:
                     more = torch.ops.meshwright.linear(dz.t(), x_TD[piece].t(), None)
+                    more = more if len(pieces) == 1 else more.to(wide)
                     dw = more if dw is None else dw.add_(more)
             start += rows
-        ctx.made = (torch.cat(dx) if len(dx) > 1 else dx[0] if dx else None), dw
+        ctx.made = (torch.cat(dx) if len(dx) > 1 else dx[0] if dx else None), None if dw is None else dw.to(x_TD.dtype)
         ctx.weight, ctx.later, ctx.at = head_VD, later.current(), where()
         return total
 
