@@ -202,20 +202,26 @@ class _Killed(BaseException):
     """Ends a save where a kill would."""
 
 
+@pytest.mark.parametrize(("step", "keep", "stay"), [(3, 2, [2, 3]), (2, 1, [2])])
 def test_an_end_at_any_call_leaves_a_whole_checkpoint(
-    tmp_path: Path, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, checkpoint: Folder, monkeypatch: pytest.MonkeyPatch, step: int, keep: int, stay: list[int]
 ) -> None:
-    """Every call by which a save changes the disk is the last one once; the pointer always names a whole checkpoint."""
+    """Every call by which a save changes the disk is the last one once; the pointer always names a whole checkpoint.
+
+    Also of a run that went back and makes the checkpoint of step 2 again.
+    """
     model = read_folder(checkpoint("llama"))
     names = ("fsync", "rename", "replace", "rmdir", "unlink", "open", "mkdir")
     real = {name: getattr(os, name) for name in names}
     ends = 0
     for last in range(1000):
         base = tmp_path / str(last)
-        checkpoints, pieces = _alone(base, model, keep=1)
+        checkpoints, pieces = _alone(base, model)
         pieces = pieces[:3]
-        checkpoints.save(1, pieces, {})
+        for earlier in (1, 2):
+            checkpoints.save(earlier, pieces, {})
         checkpoints.wait()
+        checkpoints, _ = _alone(base, model, keep)
         count = 0
 
         def dying(name: str, last: int = last) -> Any:
@@ -232,7 +238,7 @@ def test_an_end_at_any_call_leaves_a_whole_checkpoint(
             for name in names:
                 patch.setattr(os, name, dying(name))
             try:
-                checkpoints.save(2, pieces, {})
+                checkpoints.save(step, pieces, {})
                 checkpoints.wait()
                 whole = True
             except (_Killed, RuntimeError):  # DCP wraps what ends its own threads
@@ -241,13 +247,13 @@ def test_an_end_at_any_call_leaves_a_whole_checkpoint(
         assert found is not None
         load(found, pieces, checkpoints.placement, checkpoints.coordinate)
         if whole:
-            assert folders.steps(base) == [2]
+            assert folders.steps(base) == stay
             break
         again, _ = _alone(base, model, keep=1)
         assert not [p for p in base.iterdir() if p.name.startswith(".")], "what was left half done stays"
-        again.save(3, pieces, {})
+        again.save(4, pieces, {})
         again.wait()
-        assert folders.latest(base) == base / "step-00000003"
+        assert folders.latest(base) == base / "step-00000004"
     assert ends >= 8
 
 

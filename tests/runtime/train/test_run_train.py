@@ -265,6 +265,11 @@ WRONG: dict[str, tuple[Callable[[Path], None], tuple[object, ...], str]] = {
     "restarts": (_nothing, ("{folder}/model", *DATA, "--restarts", 1), "name a folder with --checkpoint"),
     "address": (_nothing, ("{folder}/model", *DATA, "--address", "x:1"), "--address: ranks are started here"),
     "not empty": (_nothing, ("{folder}/model", *DATA, "--checkpoint", "{run}"), "go on with --resume"),
+    "two runs": (
+        lambda run: shutil.copytree(run, run.parent / "second"),
+        ("--resume", "{run}", "--checkpoint", "{run}/../second"),
+        "holds step-00000001 of a run",
+    ),
     "no run": (_nothing, ("--resume", "{folder}"), "no checkpoint there"),
     "over": (_edited(step=7), ("--resume", "{run}", "--steps", 5), "the checkpoint is of step 7 already"),
     "foreign": (_nothing, ("{folder}/other", "--resume", "{run}"), "made of another model than .*other"),

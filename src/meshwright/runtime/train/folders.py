@@ -65,14 +65,21 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def publish(base: Path, step: int, keep: int) -> Path:
-    """Make the checkpoint that lies in ``saving(base, step)`` the latest one, and drop all but the last ``keep``."""
+    """Make the checkpoint that lies in ``saving(base, step)`` the latest one, and drop all but the last ``keep``.
+
+    A run that went back may make a checkpoint of a step again: the pointer leaves the old one before it is dropped.
+    Checkpoints of later steps are left alone.
+    """
     made, there = saving(base, step), base / folder_name(step)
     sync(made)
+    before = [other for other in steps(base) if other < step]
+    if there.exists() and before:
+        write_whole(base / LATEST, folder_name(before[-1]) + "\n")
     _drop(there)
     os.rename(made, there)
     sync(base)
     write_whole(base / LATEST, there.name + "\n")
-    for old in steps(base)[:-keep]:
+    for old in [*before, step][:-keep]:
         _drop(base / folder_name(old))
     return there
 

@@ -81,7 +81,7 @@ def prepare(asked: Asked, profile: EngineProfile, scratch_folder: Path, **rest: 
         raise InputError(
             f"{corpus.tokens} tokens of data; one sequence of {settings.seq} needs {settings.seq + 1}: lower --seq"
         )
-    if base is not None:
+    if base is not None and _first():
         _prepare_folder(base, source)
     return TrainJob(
         source.model,
@@ -98,11 +98,10 @@ def prepare(asked: Asked, profile: EngineProfile, scratch_folder: Path, **rest: 
 
 def _resumed(asked: Asked) -> Resumed | None:
     """The checkpoint to go on from; a run of torchrun goes on from its own, because a restart is the same command."""
-    if asked.resume is not None:
-        return read_resumed(asked.resume)
     found = latest(asked.checkpoint) if asked.checkpoint is not None else None
-    if found is None:
-        return None
+    resumed = read_resumed(asked.resume) if asked.resume is not None else None
+    if found is None or (resumed is not None and found.parent.resolve() == resumed.base.resolve()):
+        return resumed
     if not started_by_torchrun():
         raise InputError(
             f"--checkpoint {asked.checkpoint}: holds {found.name} of a run; go on with --resume {asked.checkpoint}, or "
@@ -185,11 +184,16 @@ def _corpus(asked: Asked, resumed: Resumed | None, source: Source, folder: Path)
 
 def _first_reads(data: Sequence[Path], vocab: int, end: int | None, tokenizer: Path | None, folder: Path) -> Corpus:
     """Tokens of the data; of several ranks of torchrun on one disk the first makes them, the others wait for it."""
-    if started_by_torchrun() and os.environ["RANK"] != "0" and data[0].suffix not in {".npy", ".bin"}:
+    if not _first() and data[0].suffix not in {".npy", ".bin"}:
         due = time.monotonic() + OTHERS_S
         while not list(folder.glob("tokens-*.json")) and time.monotonic() < due:
             time.sleep(0.1)
     return read_corpus(data, vocab, end, tokenizer, folder)
+
+
+def _first() -> bool:
+    """Whether this process is the one that prepares, of several that torchrun started."""
+    return not started_by_torchrun() or os.environ["RANK"] == "0"
 
 
 def _prepare_folder(base: Path, source: Source) -> None:

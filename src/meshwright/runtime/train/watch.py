@@ -19,7 +19,7 @@ from pathlib import Path
 STUCK = 75
 #: How long a rank waits for the others to have written too, before its end ends them.
 OTHERS_S = 5.0
-PERIOD_S = 0.2
+PERIOD_S = 0.5
 #: Calls that the Flight Recorder keeps; read by torch when a process makes its first group.
 CALLS = ("TORCH_FR_BUFFER_SIZE", "2000")
 _FOLDER = "stuck-step-"
