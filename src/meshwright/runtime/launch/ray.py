@@ -192,6 +192,8 @@ def _collect(ray: Any, actors: list[Any], what: tuple[Any, ...], timeout_s: floa
                 results[rank] = _result(ray, reference, rank, len(actors))
     except ray.exceptions.GetTimeoutError:
         raise RankError(f"no Ray actor came up within {ROOM_S:g} s") from None
+    except ray.exceptions.RayActorError:
+        raise RankError(f"rank 0 of {len(actors)} died before the others met it; they were stopped") from None
     return [results[rank] for rank in range(len(actors))]
 
 
