@@ -88,6 +88,7 @@ def assert_peaks(found: list[TrainProof]) -> None:
     assert all(abs(apart) < 0.05 for row in far.values() for apart in row), far
 
 
+@pytest.mark.timeout(400)
 def test_two_ranks_of_every_kind(models: Path, tmp_path: Path) -> None:
     cases = [
         Case("tp=2,sp=on", options={"recompute": "full"}),

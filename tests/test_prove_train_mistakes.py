@@ -89,6 +89,7 @@ def _ranks(layout: str) -> int:
     return parse_layout(layout).world
 
 
+@pytest.mark.timeout(400)
 def test_a_sample_is_found(tmp_path: Path) -> None:
     find(tmp_path, "tied", list(SAMPLE))
 
