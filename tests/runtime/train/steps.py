@@ -29,7 +29,7 @@ CLOSE = 1e-5
 #: What the loss and the norm may differ by, relatively.
 LOSS = 1e-6
 #: Rate at which one step moves weights visibly, and 50 steps learn.
-RATE = 3e-3
+RATE = 5e-4
 #: Batches that a run goes through again and again, so that there is something to learn.
 BATCHES = 4
 #: Large enough that gradients which are nothing but rounding do not become whole steps of AdamW.
