@@ -97,6 +97,12 @@ def test_an_engine_that_is_never_healthy_is_given_up(tmp_path: Path) -> None:
     assert running.process.returncode is not None
 
 
+def test_an_engine_listens_on_loopback_unless_told_otherwise() -> None:
+    serve = [Command(None, "serve", "vllm serve x")]
+    assert start_of(serve, [], ["--y"], 1).words == ("vllm", "serve", "x", "--y", "--host", "127.0.0.1", "--port", "1")
+    assert start_of(serve, [], [], 1, "0.0.0.0").words[-4:-2] == ("--host", "0.0.0.0")
+
+
 def test_what_cannot_be_started_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="needs a shell"):
         start_of([Command(None, "serve", "vllm serve x | tee log")], [], [], 1)

@@ -166,3 +166,25 @@ def test_torchrun_is_known_by_its_environment() -> None:
     assert started_by_torchrun(full)
     for name in full:
         assert not started_by_torchrun({k: v for k, v in full.items() if k != name})
+
+
+def test_no_file_of_the_folder_it_is_started_in_is_run(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("open('ran', 'w')")
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import sys, meshwright.runtime.launch.local as local\n"
+        "from contextlib import nullcontext\n"
+        "if __name__ == '__main__':\n"
+        "    if sys.argv[1:]:\n"
+        "        local._no_modules_from_here = nullcontext\n"
+        "    print(local.run_local(len, 1))\n"
+    )
+
+    def ran(*words: str) -> bool:
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | {"PYTHONPATH": str(ROOT / "src")}
+        subprocess.run([sys.executable, str(script), *words], cwd=tmp_path, env=env, capture_output=True, timeout=60)
+        return (tmp_path / "ran").exists()
+
+    assert not ran()
+    assert ran("unprotected"), "the file would have been found"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from meshwright.cli.parse import in_range, seconds
+from meshwright.cli.parse import in_range, one_of, seconds
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Asked:
     Attributes:
         model, on, layout, engine: of the plan. isl, osl, max_len: lengths it is made for.
         deployment: how several nodes are started. program: instead of the engine's own. flags: behind its planned ones.
-        port: of the server. log: file of what it prints, None: a temporary one. ready: longest wait until healthy.
+        host, port: of the server. log: file of what it prints, None: a temporary one. ready: longest wait for health.
         once: end it when it is.
     """
 
@@ -39,6 +39,7 @@ class Asked:
     deployment: str | None
     program: str | None
     flags: tuple[str, ...]
+    host: str
     port: int
     log: Path | None
     ready: str
@@ -58,7 +59,7 @@ def hand_off(asked: Asked) -> None:
     plan = _planned(asked)
     words = shlex.split(asked.program) if asked.program else []
     more = [word for flag in asked.flags for word in shlex.split(flag)]
-    start = start_of(plan.commands, words, more, asked.port or _free_port())
+    start = start_of(plan.commands, words, more, asked.port or _free_port(), asked.host)
     for command in start.others:
         where = "every node" if command.node is None else f"node {command.node}"
         typer.echo(f"first, or on {where} ({command.purpose}): {command.text}")
@@ -87,6 +88,7 @@ def _planned(asked: Asked) -> Plan:
     from dataclasses import replace
 
     from meshwright.api import emit, plan_serve
+    from meshwright.cli.plan import DEPLOYMENTS
     from meshwright.report import terminal
     from meshwright.specs.workload import Serve
 
@@ -96,7 +98,8 @@ def _planned(asked: Asked) -> Plan:
         terminal.show_plan(plan)
         raise typer.Exit(1)
     if asked.deployment is not None:
-        plan = replace(plan, commands=emit(plan, deployment=asked.deployment).commands)
+        one_of(asked.deployment, "--deployment", DEPLOYMENTS)
+        plan = replace(plan, commands=emit(plan, deployment=asked.deployment).commands)  # type: ignore[arg-type]
     typer.echo(plan.verdict)
     return plan
 

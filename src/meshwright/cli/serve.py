@@ -64,7 +64,9 @@ def serve(
         own = {"--prefill": prefill, "--decode": decode, "--address": ray_address, "--name": name, "--dtype": dtype}
         refuse_own(own | {"--api-key": api_key, "--cache-tokens": cache_tokens})
         how = "ray" if launch == "ray" and deployment is None else deployment
-        asked = Asked(model, on, layout, engine, isl, osl, max_len, how, program, tuple(flag), port, log, ready, once)
+        asked = Asked(
+            model, on, layout, engine, isl, osl, max_len, how, program, tuple(flag), host, port, log, ready, once
+        )
         hand_off(asked)
         return
     in_range(port, "--port", 0, 65535)
@@ -94,6 +96,8 @@ def serve(
     if launch == "ray":
         config = on_ray(config, ray_address)
     address = Address(host, port, name or "", key_from(api_key))
+    if address.key is None and host not in {"127.0.0.1", "localhost", "::1"}:
+        typer.echo(f"unwise: {host} may be reached from other machines, and no --api-key is asked for", err=True)
     world, tokens = config.world, config.blocks * config.block_size
     under = f"{first} for prefill and {decode} for decode" if decode else first
     said = f"{config.placement.spec.name} under {under} on {world} rank{'s' * (world > 1)}"

@@ -27,6 +27,8 @@ POLL_S, END_S = 0.5, 60.0
 TAIL_LINES, TAIL_BYTES = 12, 1 << 16
 #: An error as Python prints it, and lines of a log that are searched for the first.
 ERROR, MAX_LINES = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+"), 1_000_000
+#: Where servers listen unless told otherwise, and addresses that mean every one of this machine.
+LOOPBACK, ANYWHERE = "127.0.0.1", ("0.0.0.0", "::")
 #: Purposes of commands that start a server on this node; others prepare a cluster or belong to other nodes.
 STARTS = ("serve", "router")
 
@@ -43,21 +45,24 @@ class Start:
 
     Attributes:
         words: of the command. env: it needs. others: commands for other nodes, or that come before.
-        port: on which it will answer.
+        port: on which it will answer. host: address that it listens on.
     """
 
     words: tuple[str, ...]
     env: Mapping[str, str]
     others: tuple[Command, ...]
     port: int
+    host: str = LOOPBACK
 
 
-def start_of(commands: Sequence[Command], program: Sequence[str], more: Sequence[str], port: int) -> Start:
+def start_of(
+    commands: Sequence[Command], program: Sequence[str], more: Sequence[str], port: int, host: str = LOOPBACK
+) -> Start:
     """Of a plan's commands the one that serves on this node.
 
     Args:
         commands: of the plan. program: replaces the name of the engine's program; empty: as planned.
-        more: flags behind it. port: of the server.
+        more: flags behind it. port: of the server. host: address it listens on (vLLM's own default is every one).
 
     Raises:
         InputError: no command serves here, or it needs a shell.
@@ -70,7 +75,8 @@ def start_of(commands: Sequence[Command], program: Sequence[str], more: Sequence
         raise InputError(f"the planned command needs a shell and is not started: {here[0].text[:120]}")
     head = list(program) or words[:1]
     others = tuple(c for c in commands if c is not here[0])
-    return Start((*head, *words[1:], *more, "--port", str(port)), dict(here[0].env), others, port)
+    where = ("--host", host, "--port", str(port))
+    return Start((*head, *words[1:], *more, *where), dict(here[0].env), others, port, host)
 
 
 class Running:
@@ -109,7 +115,8 @@ class Running:
     @property
     def url(self) -> str:
         """Where it answers."""
-        return f"http://127.0.0.1:{self.start.port}"
+        host = LOOPBACK if self.start.host in ANYWHERE else self.start.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.start.port}"
 
     def wait_healthy(self, timeout_s: float, say: Callable[[str], None]) -> float:
         """Until ``/health`` answers 200; seconds that it took. ``say`` is told every ten seconds what it last printed.

@@ -26,7 +26,10 @@ FIRST_S, EACH_S = 0.3, 0.15
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A server that waits FIRST_S, then a token every EACH_S; prompts that begin with 13 break off, with 14 fail."""
+    """A server that waits FIRST_S, then a token every EACH_S; prompts that begin with 13 break off, with 14 fail.
+
+    With 15 it counts its tokens in another way than the API does.
+    """
 
     protocol_version = "HTTP/1.1"
     seen: ClassVar[list[dict[str, Any]]] = []
@@ -61,7 +64,8 @@ class Handler(BaseHTTPRequestHandler):
                 if first == 13:
                     break
             else:
-                self._event({"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}})
+                key = "tokens" if first == 15 else "completion_tokens"
+                self._event({"choices": [], "usage": {key: asked["max_tokens"]}})
                 self.wfile.write(b"data: [DONE]\n\n")
         with self.lock:
             Handler.under_way -= 1
@@ -111,9 +115,9 @@ def test_answers_that_fail_or_break_off_are_counted_and_not_averaged(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Prompts, "of", lambda self, number, tokens: [12 + number])
-    got = outcome(drive(target_of(server, None, None, 30), together(3, 1, 2), Prompts(), 3))
-    assert (got.requests, got.failed) == (3, 2)
-    assert sorted(got.errors) == ["503: full", "ValueError: the stream broke off"]
+    got = outcome(drive(target_of(server, None, None, 30), together(4, 1, 2), Prompts(), 4))
+    assert (got.requests, got.failed) == (4, 3)
+    assert sorted(got.errors) == ["503: full", "KeyError: 'completion_tokens'", "ValueError: the stream broke off"]
     assert got.ttft is not None
     assert got.ttft.count == 1
 

@@ -71,7 +71,7 @@ def test_a_chat_by_the_models_template(folder: Path) -> None:
 async def _decoded(folder: Path, ids: list[int]) -> str:
     words = Words(folder)
     try:
-        return await words.step(ids, 0) or ""
+        return await words.step(ids, 0, True) or ""
     finally:
         await words.close()
 
@@ -229,7 +229,54 @@ def test_text_grows_by_whole_characters_and_holds_back_what_may_be_a_stop(folder
     assert asyncio.run(spoken("a\u00e9\u6f22b", [])) == (["a", "", "\u00e9", "", "", "\u6f22", "b"], False)
     assert asyncio.run(spoken("abcabd", ["abd"])) == (["", "", "abc", "", "", ""], True)
     assert asyncio.run(spoken("xab", ["abd"])) == (["x", "", "ab"], False)
+    assert asyncio.run(broken(folder)) == ["", "", "", "", "\ufffd" * 5, "", "\ufffd" * 2]
     assert overlap("abcab", "abd") == 2
+
+
+async def broken(folder: Path) -> list[str]:
+    """Bytes that begin a character and never end one are told in the end."""
+    words = Words(folder)
+    try:
+        begins = (await words.encode("\u00e9"))[0]
+        speech = Speech(words)
+        return [await speech.add(begins, i == 6) for i in range(7)]
+    finally:
+        await words.close()
+
+
+def test_a_space_that_begins_the_text_stays_where_the_tokenizer_drops_it_from_a_prompt(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.WordLevel({"\u2581is": 0, "\u2581Paris": 1}, "\u2581is"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    async def said(before: list[int]) -> str:
+        words = Words(tmp_path)
+        try:
+            return await Speech(words, (), before).add(1, True)
+        finally:
+            await words.close()
+
+    assert [asyncio.run(said(before)) for before in ([0], [])] == [" Paris", "Paris"]
+
+
+def test_null_is_what_was_not_said_and_the_chosen_token_is_among_the_likeliest(folder: Path) -> None:
+    app, _ = instant(folder)
+    got = asked(
+        app, COMPLETION, prompt=[1], max_tokens=2, temperature=None, n=None, stop=None, tools=None, logprobs=0,
+        stream=None,
+    ).json  # fmt: skip
+    (row,) = got["choices"]
+    assert row["logprobs"]["top_logprobs"] == [{token: -0.5} for token in row["logprobs"]["tokens"]]
+
+
+def test_no_file_beside_the_model_is_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tokenizers", "jinja2", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of a stranger was run')")
+    monkeypatch.chdir(tmp_path)
+    app, _ = instant(folder)
+    assert asked(app, CHAT, messages=[{"role": "user", "content": "hi"}], max_tokens=1).status == 200
 
 
 def mutated(rng: random.Random) -> tuple[str, str, bytes]:

@@ -98,6 +98,25 @@ def test_replicas_that_meet_at_experts_walk_in_step(tmp_path: Path) -> None:
     assert run(served, uneven) == tiny.oracle(folder, PROMPTS[:4], NEW)[0]
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("gpt_oss", "tp=2"), ("deepseek_v3", "dp=2,ep=2")],
+    ids=["windows and sinks", "latent attention in step"],
+)
+def test_other_kinds_of_attention_in_passes_that_prefill_and_decode(tmp_path: Path, family: str, layout: str) -> None:
+    folder = moe_models.write(tmp_path, family)
+    served = engine(folder, layout, tokens=5)
+
+    async def staggered(served: Engine) -> list[list[int]]:
+        first = served.submit(PROMPTS[0], NEW, eos=())
+        early = asyncio.create_task(said(first))
+        while not first.line.new:
+            await asyncio.sleep(0.001)
+        return [*await all_said(served, PROMPTS[3:5]), await early]
+
+    assert run(served, staggered) == tiny.oracle(folder, (*PROMPTS[3:5], PROMPTS[0]), NEW)[0]
+
+
 def test_a_killed_rank_costs_time_and_no_token(checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint("llama")
     served = engine(folder, "tp=2")

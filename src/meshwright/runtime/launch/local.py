@@ -107,8 +107,26 @@ def start_server(more: Sequence[str] = ()) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["meshwright.runtime.launch.preload", *more])
-    forkserver.ensure_running()
+    with _no_modules_from_here():
+        forkserver.ensure_running()
     return context
+
+
+@contextmanager
+def _no_modules_from_here() -> Iterator[None]:
+    """The server imports no file of the folder that it is started in, which may be that of a stranger's model.
+
+    It runs ``python -c``, which would look there first; ranks get the paths of their caller (PEP 587, ``safe_path``).
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 @contextmanager

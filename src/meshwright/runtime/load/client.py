@@ -151,7 +151,7 @@ def complete(target: Target, prompt: str | list[int], tokens: int, seed: int, ti
             timed.error = f"{answer.status}: {_said(answer.read(MAX_LINE))}"
             return
         _follow(answer, timed, began)
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, TypeError, KeyError, AttributeError) as error:
         timed.error = f"{type(error).__name__}: {error}"[:160]
     finally:
         connection.close()

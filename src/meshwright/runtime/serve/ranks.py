@@ -152,6 +152,8 @@ class Ranks:
                 results = self._launch(target, self.world, args, LIFE_S, backend=self._backend, started=self._started)
             except MeshwrightError as caught:
                 error = caught
+            except Exception as caught:  # a launcher that fails in its own way must not leave requests waiting
+                error = EngineError(f"the ranks could not be started: {type(caught).__name__}: {caught}"[:300])
             if not loop.is_closed():
                 loop.call_soon_threadsafe(over, results, error)
 
@@ -197,5 +199,8 @@ class Ranks:
             self.ready = self._was_ready = True
             self._settled.set()
             self._on_ready()
-        while (answer := await peer.receive()) is not None and epoch == self._epoch:
-            self._answered(rank, answer)
+        try:
+            while (answer := await peer.receive()) is not None and epoch == self._epoch:
+                self._answered(rank, answer)
+        finally:  # a rank that is not listened to any more ends, and all are started anew
+            peer.close()

@@ -303,11 +303,6 @@ class Scheduler:
                 self._end(line, "length")
             yield line, token
 
-    def stop(self, line: Line) -> None:
-        """End a sequence whose text is complete (a stop string was met)."""
-        if not line.ended and not line.busy:
-            self._end(line, "stop")
-
     def restart(self) -> None:
         """The ranks and all they cached are gone: every sequence is computed again, in the order of arrival."""
         lines = sorted((*self.running, *self.waiting), key=lambda line: line.number)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from meshwright.runtime.serve.api.text import Speech, Words
+from meshwright.runtime.serve.api.text import WINDOW, Speech, Words
 from meshwright.runtime.serve.engine import Engine, Ticket, Token
 
 
@@ -41,7 +41,7 @@ class Choice:
 
     async def pieces(self, engine: Engine) -> AsyncIterator[Piece]:
         """Piece by piece until the end; the engine is told where a stop string ends it first."""
-        speech = Speech(self.words, self.stops)
+        speech = Speech(self.words, self.stops, self.prompt[-WINDOW:])
         async for token in self.ticket:
             self.ids.append(token.token)
             self.tokens.append(token)
@@ -148,7 +148,7 @@ async def completion_logprobs(words: Words, tokens: Sequence[Token], start: int)
     return {
         "tokens": [named[t.token] for t in tokens],
         "token_logprobs": [t.logprob for t in tokens],
-        "top_logprobs": [{named[i]: p for i, p in t.top} for t in tokens],
+        "top_logprobs": [{named[i]: p for i, p in (*t.top, (t.token, t.logprob))} for t in tokens],
         "text_offset": offsets,
     }
 

@@ -71,7 +71,7 @@ class Service:
         """Ask for the key, where there is one."""
         if self.key is None:
             return
-        given = request.headers.get("authorization", "").encode()
+        given = request.headers.get("authorization", "").encode("latin-1")  # the bytes as they were sent
         if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
             raise HTTPException(401, "this server asks for an API key: Authorization: Bearer KEY")
 
@@ -113,7 +113,12 @@ class Service:
             async for piece in choice.pieces(self.engine):
                 watch.token(piece.ended is not None)
 
-        await asyncio.gather(*map(one, choices))
+        tasks = [asyncio.ensure_future(one(choice)) for choice in choices]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def merged(self, choices: list[Choice]) -> AsyncIterator[tuple[Choice, Piece]]:
         """Pieces of all choices as they come."""

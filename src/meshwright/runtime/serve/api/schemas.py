@@ -48,6 +48,12 @@ class Asked(BaseModel):
     user: str | None = None
     metadata: dict[str, str] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _said(cls, value: Any) -> Any:
+        """null is what was not said, as in the OpenAI API; also of what is not served."""
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
     @field_validator("presence_penalty", "frequency_penalty", mode="before")
     @classmethod
     def _whole(cls, value: Any) -> Any:
@@ -94,7 +100,7 @@ class CompletionRequest(Asked):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: Literal[False] = False
     best_of: Literal[1, None] = None
@@ -106,8 +112,8 @@ class CompletionRequest(Asked):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
 
 class TextPart(BaseModel):

@@ -49,11 +49,14 @@ class Apart:
         """Every token alone."""
         return [self.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
 
-    def step(self, ids: list[int], said: int) -> str | None:
-        """What the tokens after the first ``said`` add to the text; None while they end within a character."""
+    def step(self, ids: list[int], said: int, whole: bool) -> str | None:
+        """What the tokens after the first ``said`` add to the text; None while they end within a character.
+
+        ``whole``: nothing is held back.
+        """
         before = self.tokenizer.decode(ids[:said]) if said else ""
-        whole = self.tokenizer.decode(ids)
-        return None if whole.endswith(BROKEN) else whole[len(before) :]
+        text = self.tokenizer.decode(ids)
+        return None if text.endswith(BROKEN) and not whole else text[len(before) :]
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation up to where the assistant speaks.
