@@ -1,0 +1,1 @@
+"""The server under load: beside vLLM, beside its own plan, and for an hour."""
