@@ -102,10 +102,7 @@ def _done(_: object) -> None:
 
 def _forget(data: Any) -> float:
     """What ``zero_grad`` is elsewhere."""
-    for flat in data.flats:
-        flat.restart()
-    for sharded in getattr(data, "sharded", ()):
-        sharded.dealt.grad = None
+    data.drop_gradients()
     return 0.0
 
 

@@ -19,6 +19,9 @@ from meshwright.runtime.train.zero import refuse_half
 from tests.runtime.train import small
 from tests.runtime.train.small import Case
 
+#: One launch runs all cases of a world; on a machine that others load it takes its time.
+LAUNCH_S = 200
+pytestmark = pytest.mark.timeout(LAUNCH_S + 40)
 F64 = torch.float64
 FUSED = DataOptions(bucket_elements=1 << 20)
 NARROW = DataOptions(Settings(), torch.bfloat16, bucket_elements=60)
@@ -63,7 +66,7 @@ ALL = {2: [*PLAIN, *AHEAD, *BF16, *INF, *LONG[2]], 3: [*PIECES, *LONG[3]], 4: [*
 @cache
 def launched(world: int) -> list[list[small.Result]]:
     """Results of every rank of all cases of a world: one launch."""
-    return run_local(small.run_cases, world, (world, ALL[world]), 110)
+    return run_local(small.run_cases, world, (world, ALL[world]), LAUNCH_S)
 
 
 def results(world: int, cases: Sequence[Case]) -> list[small.Result]:

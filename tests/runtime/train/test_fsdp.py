@@ -16,6 +16,9 @@ from tests.runtime.train import small
 from tests.runtime.train.small import Case
 from tests.runtime.train.test_data_parallel import apart
 
+#: One launch runs all cases of a world; on a machine that others load it takes its time.
+LAUNCH_S = 200
+pytestmark = pytest.mark.timeout(LAUNCH_S + 40)
 F64 = torch.float64
 
 
@@ -53,7 +56,7 @@ ALL = {2: [*EXACT, FP32, BF16, REDUCED], 4: [*FOUR, *BAD]}
 @cache
 def launched(world: int) -> list[list[small.Result]]:
     """Results of every rank of all cases of a world: one launch."""
-    return run_local(small.run_cases, world, (world, ALL[world]), 110)
+    return run_local(small.run_cases, world, (world, ALL[world]), LAUNCH_S)
 
 
 def results(world: int, cases: Sequence[Case]) -> list[small.Result]:

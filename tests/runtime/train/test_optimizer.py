@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshwright.errors import InputError
 from meshwright.moves import buckets
 from meshwright.runtime.mesh import Group
+from meshwright.runtime.train.data_parallel import DataOptions, NonFiniteGradient, Replicated
 from meshwright.runtime.train.flat import Flat, ScatteredOnce
 from meshwright.runtime.train.optimizer import Run, Settings, make_optimizer
 from meshwright.runtime.train.parameters import Parameter
@@ -126,6 +127,23 @@ def test_masters_keep_what_bf16_loses() -> None:
     assert plain.tensor.dtype == torch.bfloat16
     assert torch.allclose(flat.master, torch.full((64,), 0.96), rtol=1e-5)
     assert torch.equal(plain.tensor, flat.master.bfloat16())
+
+
+def test_a_gradient_that_is_no_number_is_dropped_and_nothing_moves() -> None:
+    alone = Group("world", (0,), 0, None)
+    p = Parameter("w", nn.Parameter(torch.ones(3, 3)))
+    data = Replicated([p], {"dp+cp": alone, "edp": alone, "world": alone}, DataOptions(ADAMW))
+    (p.tensor * torch.tensor([1.0, torch.inf, 1.0])).sum().backward()
+    data.microbatch_done(0, True)
+    data.finish_gradients()
+    with pytest.raises(NonFiniteGradient):
+        data.update(RATE)
+    assert torch.equal(p.tensor, torch.ones(3, 3))
+    assert data.counters() == {"steps": 0}
+    p.tensor.sum().backward()
+    data.microbatch_done(0, True)
+    data.finish_gradients()
+    assert data.update(RATE) == pytest.approx(3.0)
 
 
 def test_pieces_lie_where_they_say() -> None:

@@ -223,12 +223,18 @@ class Bucketed:
     def update(self, rate: float, most: float | None = None) -> float:
         """See ``DataParallel``."""
         gradients = self._gradients()
-        norm = clipped(self.counted(), gradients, self.groups["world"], self.device, most, self.options.norm)
-        self.optimizer.step(gradients, rate)
-        for flat in self.flats:
-            flat.restart()
+        try:
+            norm = clipped(self.counted(), gradients, self.groups["world"], self.device, most, self.options.norm)
+            self.optimizer.step(gradients, rate)
+        finally:
+            self.drop_gradients()
         self.loaded()
         return norm
+
+    def drop_gradients(self) -> None:
+        """Those that come now begin a new sum."""
+        for flat in self.flats:
+            flat.restart()
 
     def _runs(self) -> list[Run]:
         """What the optimizer updates."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.moves import buckets
-from meshwright.runtime.collectives import _gather_rows, _scatter_sum
+from meshwright.runtime.collectives import gather_into, scatter_into
 from meshwright.runtime.mesh import Group
 from meshwright.runtime.train.optimizer import Run
 from meshwright.runtime.train.parameters import Parameter
@@ -110,7 +110,8 @@ class Flat:
         self.work = self._reduce(whole) if self.group.size > 1 else None
 
     def _reduce(self, whole: Tensor) -> dist.Work | None:
-        return dist.all_reduce(whole, group=self.group.pg, async_op=True)
+        work: dist.Work | None = dist.all_reduce(whole, group=self.group.pg, async_op=True)
+        return work
 
     def wait(self) -> None:
         """Wait for what ``launch`` began."""
@@ -124,7 +125,7 @@ class Flat:
         if self.separate:
             own.copy_(self.master)
         if self.sharded and self.group.size > 1:
-            self.work = _gather_rows(self.weight, own, group=self.group.pg, async_op=True)
+            self.work = gather_into(self.weight, own, group=self.group.pg, async_op=True)
 
     def run(self) -> Run:
         """What the optimizer updates."""
@@ -161,7 +162,7 @@ class ScatteredOnce(Flat):
         return self.group.index * each, (self.group.index + 1) * each, self.group.size * each
 
     def _reduce(self, whole: Tensor) -> dist.Work | None:
-        work: dist.Work | None = _scatter_sum(self.gradient, whole, group=self.group.pg, async_op=True)
+        work: dist.Work | None = scatter_into(self.gradient, whole, group=self.group.pg, async_op=True)
         return work
 
 
@@ -183,7 +184,7 @@ class ScatteredEach(ScatteredOnce):
 
     def _reduce(self, whole: Tensor) -> dist.Work | None:
         self.arrived = torch.empty_like(self.gradient)
-        work: dist.Work | None = _scatter_sum(self.arrived, whole, group=self.group.pg, async_op=True)
+        work: dist.Work | None = scatter_into(self.arrived, whole, group=self.group.pg, async_op=True)
         return work
 
     def wait(self) -> None:

@@ -155,15 +155,14 @@ class FullySharded(Bucketed):
             for gradient, values in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(values)
 
-    def update(self, rate: float, most: float | None = None) -> float:
-        """See ``DataParallel``. Gradients are freed."""
-        norm = super().update(rate, most)
+    def drop_gradients(self) -> None:
+        """See ``Bucketed``. Those of shards are freed."""
+        super().drop_gradients()
         for s in self.sharded:
             s.dealt.grad = None
         if self.once:
             for root in self.roots:
                 _synchronise(root, False)
-        return norm
 
     def gradients(self) -> Iterator[LocalPiece]:
         """See ``DataParallel``."""
