@@ -13,14 +13,16 @@ from meshwright.moves.pipeline import Action, HandOff, Table, hand_offs
 
 #: One instruction of a rank.
 Instruction = Action | HandOff
+#: Kind of hand-off, chunk, micro-batch.
+Key = tuple[str, int, int]
 
 
 def program(table: Table, rank: int) -> tuple[Instruction, ...]:
     """Everything that a rank issues in one step, in order."""
     arriving = {peer: _sent(table, peer, rank) for peer in range(table.stages) if peer != rank}
     offs = hand_offs(table, rank)
-    needs = {(o.kind, o.chunk, o.microbatch): o for o in offs if o.op == "recv"}
-    sends = {(o.kind, o.chunk, o.microbatch): o for o in offs if o.op == "send"}
+    needs: dict[Key, HandOff] = {(o.kind, o.chunk, o.microbatch): o for o in offs if o.op == "recv"}
+    sends: dict[Key, HandOff] = {(o.kind, o.chunk, o.microbatch): o for o in offs if o.op == "send"}
     out: list[Instruction] = []
     issued: set[HandOff] = set()
 
@@ -41,7 +43,7 @@ def program(table: Table, rank: int) -> tuple[Instruction, ...]:
     return tuple(out)
 
 
-def _key(action: Action) -> tuple[str, int, int]:
+def _key(action: Action) -> Key:
     """What an action takes in and hands on; a weight gradient does neither."""
     kind = {"F": "F", "W": "W"}.get(action.kind, "B")
     return kind, action.chunk, action.microbatch
