@@ -46,7 +46,7 @@ def run_ray(
         timeout_s: bound on the whole call and on every collective in it.
         placement: which ranks form a tp group; None: all lie wherever there is room.
         address: of the cluster; None: the one of the environment (``RAY_ADDRESS``), or a local one made for this call.
-        backend: of torch.distributed; ``nccl``: one GPU a rank.
+        backend: of torch.distributed; with ``nccl`` in it: one GPU a rank.
 
     Raises:
         InputError: Ray is not installed, or the cluster cannot be reached.
@@ -58,7 +58,7 @@ def run_ray(
     import ray
 
     started = _connect(ray, address, world)
-    gpus = 1 if backend == "nccl" else 0
+    gpus = 1 if "nccl" in backend else 0
     bundles = [{"CPU": float(len(ranks)), "GPU": float(len(ranks) * gpus)} for ranks in nodes(world, placement)]
     room = ray.util.placement_group(bundles, strategy="PACK")
     actors: list[Any] = []

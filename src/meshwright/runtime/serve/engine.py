@@ -56,6 +56,12 @@ class EngineConfig:
     record: bool = False
 
     @property
+    def backend(self) -> str:
+        """Of torch.distributed; keys and values go through the host's memory, because NCCL knows no tags."""
+        own = "nccl" if self.device == "cuda" else "gloo"
+        return own if own == "gloo" or self.decode is None else f"cpu:gloo,cuda:{own}"
+
+    @property
     def world(self) -> int:
         """Ranks in all."""
         return self.placement.layout.world + (self.decode.layout.world if self.decode else 0)
@@ -113,7 +119,7 @@ class Engine:
             config.world,
             config.host,
             config.launch,
-            "nccl" if config.device == "cuda" else "gloo",
+            config.backend,
             config.restarts,
             self._job,
             ready=self._pump,

@@ -49,7 +49,10 @@ class Transport(Protocol):
 
 
 class PointToPoint:
-    """``torch.distributed`` isend and irecv over the world; the tag tells messages of one pair apart."""
+    """``torch.distributed`` isend and irecv of host memory over the world; the tag tells messages of one pair apart.
+
+    Messages of several prompts cross, so tags are needed: gloo has them, NCCL ignores them.
+    """
 
     def send(self, x: Tensor, to: int, tag: int) -> Pending:
         """Send."""
@@ -141,7 +144,7 @@ class Sender:
         slots = self.cache.tensor(_slots(m, "source", table, self.cache.block_size))[:, None]
         heads = self.cache.tensor(_heads(m, "source"))
         k, v = (pool[m.layer].flatten(0, 1) for pool in (self.cache.k, self.cache.v))
-        x_TKd = torch.cat((k[slots, heads], v[slots, heads]), dim=2)
+        x_TKd = torch.cat((k[slots, heads], v[slots, heads]), dim=2).cpu()
         self._under_way.append((self.transport.send(x_TKd, m.target, tag), x_TKd))
         self._sent.release()
 
@@ -178,7 +181,7 @@ class Receiver:
         for m in mine:
             k, v = self.cache.k[m.layer], self.cache.v[m.layer]
             tokens, heads = (sum(run.length for run in runs) for runs in (m.tokens, m.heads))
-            x_TKd = k.new_empty((tokens, heads, k.shape[3] + v.shape[3]))
+            x_TKd = k.new_empty((tokens, heads, k.shape[3] + v.shape[3]), device="cpu")
             with scope(layer=m.layer, phase="prefill", name="KV blocks"):
                 pending.append(self.transport.receive(x_TKd, m.source, self.planner.tag(transfer, m.layer)))
             staged.append((m, x_TKd))
@@ -195,7 +198,8 @@ class Receiver:
 
     def place(self, transfer: int, table: Sequence[int]) -> None:
         """Write what has arrived into blocks."""
-        for m, x_TKd in self._staged.pop(transfer):
+        for m, staged in self._staged.pop(transfer):
+            x_TKd = staged.to(self.cache.device)
             slots = self.cache.tensor(_slots(m, "target", table, self.cache.block_size))[:, None]
             heads = self.cache.tensor(_heads(m, "target"))
             k, v = self.cache.k[m.layer], self.cache.v[m.layer]
