@@ -35,18 +35,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="starts of each server in goodput")
     parser.add_argument("--minutes", type=float, default=60.0, help="of the soak")
     parser.add_argument("--against", choices=("vllm", "vllm eager"), default="vllm")
+    parser.add_argument("--quick", action="store_true", help="calibrate with few shapes")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         scratch = Path(folder)
-        wanted = Wanted(asked.model or _small(scratch), asked.seconds, asked.rounds, asked.minutes, asked.against)
+        model = asked.model or _small(scratch)
+        wanted = Wanted(model, asked.seconds, asked.rounds, asked.minutes, asked.against, quick=asked.quick)
         work: dict[str, Callable[[], dict[str, Any]]] = {
             "goodput": lambda: goodput(wanted),
             "predicted": lambda: predicted(wanted, scratch),
             "soak": lambda: soak(wanted),
         }
         for name in PARTS if asked.part == "all" else (asked.part,):
-            _write(asked.out, name, work[name]() | {"against": asked.against} if name == "goodput" else work[name]())
+            _write(asked.out, name, work[name]())
 
 
 def _small(scratch: Path) -> Path:

