@@ -14,7 +14,7 @@ MODEL ?= smollm2-135m
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types imports unit score docs bench prove-all wheel constraints clean
+.PHONY: help demo test lint format types imports unit score docs bench prove-all gpu-check wheel constraints clean
 
 help:
 	@sed -n 's/^# //p; /^$$/q' Makefile
@@ -83,6 +83,10 @@ bench: $(VENV)/.stamp-dev
 	$(BIN)/python bench/doctor_speed.py
 	$(BIN)/python -m bench.doctor_log_speed
 	$(BIN)/python -m bench.generation.run --rounds 1
+
+# Where a GPU is at hand: calibrate it, prove on it, time a model, report; at most eight minutes.
+gpu-check: $(VENV)/.stamp-dev
+	$(BIN)/python -m bench.gpu_check
 
 wheel: $(VENV)/.stamp-dev
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
