@@ -43,6 +43,7 @@ def serve(
     max_queue: int = typer.Option(1024, "--max-queue", help="Requests of a replica that may wait; more get 429."),
     cache_tokens: int | None = typer.Option(None, "--cache-tokens", help="Tokens of the KV cache of a replica."),
     block_size: int = typer.Option(16, "--block-size", help="Tokens of a block of the KV cache."),
+    decode_block_size: int | None = typer.Option(None, "--decode-block-size", help="Of the --decode ranks, if other."),
     prefix_cache: bool = typer.Option(True, "--prefix-cache/--no-prefix-cache", help="Equal beginnings share blocks."),
     restarts: int = typer.Option(3, "--restarts", help="How often ranks that died are started anew."),
     engine: str = typer.Option(
@@ -75,12 +76,15 @@ def serve(
     in_range(max_queue, "--max-queue", 1, 1 << 20)
     in_range(block_size, "--block-size", 1, 1 << 12)
     in_range(restarts, "--restarts", 0, 1000)
+    in_range(decode_block_size or block_size, "--decode-block-size", 1, 1 << 12)
     for given, value in (("--max-len", max_len), ("--cache-tokens", cache_tokens)):
         in_range(1 if value is None else value, given, 1, MAX_TOKENS)
     one_of(dtype, "--dtype", ("bf16", "f16", "f32"))
     one_of(device, "--device", ("cpu", "cuda"))
     if (prefill is None) != (decode is None) or (prefill is not None and layout is not None):
         raise InputError("give --layout, or both --prefill and --decode")
+    if decode_block_size is not None and decode is None:
+        raise InputError("--decode-block-size belongs to --decode; use --block-size")
     _need()
     from meshwright import engines
     from meshwright.runtime.serve.api.key import key_from
@@ -89,7 +93,7 @@ def serve(
 
     wishes = Wishes(
         dtype, device, max_sequences, max_batch_tokens, max_len, max_queue, cache_tokens, block_size, prefix_cache,
-        restarts,
+        restarts, decode_block_size,
     )  # fmt: skip
     first = prefill or layout or "tp=1"
     config = engine_config(Path(model), first, engines.profile("meshwright"), wishes, decode)

@@ -38,6 +38,7 @@ class EngineConfig:
         prefix: equal beginnings share blocks. host: address at which ranks find the scheduler.
         restarts: how often ranks may be started anew. launch: how they are.
         decode: placement of ranks of their own that decode what the others have prefilled; None: all do both.
+        decode_block_size: of the caches of these, which hold as many tokens; None: the same.
         record: ranks record what they send.
     """
 
@@ -53,7 +54,14 @@ class EngineConfig:
     restarts: int = 3
     launch: Launch = run_local
     decode: Placement | None = None
+    decode_block_size: int | None = None
     record: bool = False
+
+    @property
+    def decode_cache(self) -> tuple[int, int]:
+        """Blocks, and tokens of one, of each replica that only decodes."""
+        size = self.decode_block_size or self.block_size
+        return self.blocks * self.block_size // size, size
 
     @property
     def backend(self) -> str:
@@ -111,7 +119,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.pool = Pool(config.placement, self.scheduler(Scheduler, config.placement))
+        cache = config.blocks, config.block_size
+        self.pool = Pool(config.placement, self.scheduler(Scheduler, config.placement, cache))
         self.tickets: dict[int, Ticket] = {}
         self._numbers = 0
         self._failed: MeshwrightError | None = None
@@ -128,11 +137,10 @@ class Engine:
             failed=self._fail,
         )
 
-    def scheduler(self, kind: type[Scheduler], placement: Placement) -> Callable[[], Scheduler]:
-        """Makes schedulers with the configured cache and limits; as many passes under way as there are stages."""
-        c = self.config
-        limits = replace(c.limits, depth=placement.layout.pp)
-        return lambda: kind(BlockPool(c.blocks, c.block_size, prefix=c.prefix), limits)
+    def scheduler(self, kind: type[Scheduler], placement: Placement, cache: tuple[int, int]) -> Callable[[], Scheduler]:
+        """Makes schedulers with a cache (blocks, tokens of one); as many passes under way as there are stages."""
+        prefix, limits = self.config.prefix, replace(self.config.limits, depth=placement.layout.pp)
+        return lambda: kind(BlockPool(*cache, prefix=prefix), limits)
 
     @property
     def schedulers(self) -> list[Scheduler]:
@@ -223,7 +231,8 @@ class Engine:
 
     def _job(self, control: Control) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         c = self.config
-        job = ServeJob(c.model, c.placement, c.dtype, c.device, c.blocks, c.block_size, control, c.decode, c.record)
+        cache = c.blocks, c.block_size
+        job = ServeJob(c.model, c.placement, c.dtype, c.device, cache, control, c.decode, c.decode_cache, c.record)
         return serve_rank, (job,)
 
     def _lost(self) -> None:

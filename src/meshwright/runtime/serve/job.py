@@ -16,9 +16,10 @@ class ServeJob:
 
     Attributes:
         model, placement, dtype, device: as of a generation.
-        blocks, block_size: of the cache.
+        cache: blocks of the cache, and tokens of one.
         control: where the engine is found.
         decode: placement of the ranks that decode only; they follow those of ``placement`` in the world.
+        decode_cache: theirs.
         record: record what is sent.
     """
 
@@ -26,10 +27,10 @@ class ServeJob:
     placement: Placement
     dtype: str
     device: str
-    blocks: int
-    block_size: int
+    cache: tuple[int, int]
     control: Control
     decode: Placement | None = None
+    decode_cache: tuple[int, int] = (0, 0)
     record: bool = False
 
 

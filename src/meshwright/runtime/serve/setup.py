@@ -35,6 +35,7 @@ class Wishes:
         dtype, device: None: of the model; cpu.
         sequences: at most so many under way. batch_tokens: of a pass. length: tokens of a sequence, None: of the model.
         queue: that may wait. cache_tokens: of each replica, None: from the free memory. block_size: tokens of a block.
+        decode_block_size: of ranks that decode only, None: the same.
         prefix: equal beginnings share blocks. restarts: of ranks that died.
     """
 
@@ -48,6 +49,7 @@ class Wishes:
     block_size: int = DEFAULT_BLOCK_SIZE
     prefix: bool = True
     restarts: int = 3
+    decode_block_size: int | None = None
 
 
 def engine_config(
@@ -68,11 +70,13 @@ def engine_config(
     dtype = wishes.dtype or model.spec.dtype
     limits = Limits(wishes.sequences, wishes.batch_tokens, _length(model, wishes.length), wishes.queue)
     tokens = wishes.cache_tokens or cache_tokens(placements, dtype, limits, Probe())
-    if tokens < wishes.block_size:
-        raise InputError(f"a cache of {tokens} tokens holds no block of {wishes.block_size}; give it more")
+    largest = max(wishes.block_size, wishes.decode_block_size or 0)
+    if tokens // wishes.block_size * wishes.block_size < largest:
+        raise InputError(f"a cache of {tokens} tokens holds no block of {largest}; give it more")
     return EngineConfig(
         model, placements[0], dtype, wishes.device, tokens // wishes.block_size, wishes.block_size, limits,
         wishes.prefix, restarts=wishes.restarts, decode=placements[1] if decode is not None else None,
+        decode_block_size=wishes.decode_block_size,
     )  # fmt: skip
 
 

@@ -106,7 +106,8 @@ class SplitEngine(Engine):
     def __init__(self, config: EngineConfig, transfer_s: float = TRANSFER_S) -> None:
         super().__init__(config)
         assert config.decode is not None
-        self.decode = Pool(config.decode, self.scheduler(DecodeScheduler, config.decode), config.placement.layout.world)
+        made = self.scheduler(DecodeScheduler, config.decode, config.decode_cache)
+        self.decode = Pool(config.decode, made, config.placement.layout.world)
         self.transfer_s = transfer_s
         self.given_up = 0
         self._arrivals: deque[Line] = deque()

@@ -42,7 +42,7 @@ class Worker:
         else:
             self.mesh = build_pools((job.placement, job.decode), rank, device)[1]
         self.decoder = Decoder(self.mesh, weights, job.model.settings, dtype)
-        self.cache: PagedCache = self.decoder.cache(job.blocks, job.block_size)
+        self.cache: PagedCache = self.decoder.cache(*(job.decode_cache if decodes else job.cache))
         self.stage = StageRunner(self.mesh, self.decoder, self.cache, placement.layout.pp)
         self.source = self.decoder.last and self.mesh.group("tp").index == self.mesh.group("cp").index == 0
         self.link = Link(
