@@ -76,8 +76,10 @@ def goodput(wanted: Wanted) -> dict[str, Any]:
                 for share in OFFERED:
                     rate = share * base
                     due = poisson(rate, _count(wanted.seconds, rate), ISL, OSL, wanted.seed + number)
+                    before = server.cpu_s()
                     result = outcome(drive(server.target, due, _prompts(number)), TTFT_S, TPOT_S)
-                    found[kind][share].append(row(result))
+                    used = (server.cpu_s() - before) / len(due)
+                    found[kind][share].append(row(result) | {"cpu_s_a_request": round(used, 4)})
                     _say(f"round {number + 1}, {kind} at {rate:.2f}/s: {found[kind][share][-1]}")
     loads = [
         {

@@ -62,6 +62,10 @@ class Server:
         """Resident bytes of all its processes, as of proc(5)."""
         return sum(_resident(pid) for pid in _tree(self.pid))
 
+    def cpu_s(self) -> float:
+        """CPU seconds that all its processes have used: they bear the load of others better than seconds do."""
+        return sum(_cpu_s(pid) for pid in _tree(self.pid))
+
 
 def installed(kind: str) -> bool:
     """Whether it can be started here."""
@@ -147,3 +151,10 @@ def _resident(pid: int) -> int:
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
+
+
+def _cpu_s(pid: int) -> float:
+    with suppress(OSError):
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
