@@ -14,7 +14,9 @@ _LIBRARIES = tuple(
 )
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 #: Files of this room that only pass a call on.
-_PASSING = frozenset(_OWN + name for name in ("c10d.py", "callsite.py", "collectives.py", "products.py", "record.py", "train_memory.py"))
+_PASSING = frozenset(
+    _OWN + name for name in ("c10d.py", "callsite.py", "collectives.py", "products.py", "record.py", "train_memory.py")
+)
 #: Its folders that do the same.
 _PASSING_FOLDERS = (_OWN + "lockstep" + os.sep,)
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
