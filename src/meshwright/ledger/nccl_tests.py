@@ -37,7 +37,7 @@ MAX_LINES, MAX_LINE, MAX_BYTES = 1 << 20, 4096, 1 << 50
 _PREFIX = re.compile(r"^\s*\[[^\]]{1,40}\]<std(?:out|err)>:\s?")
 _RANK = re.compile(r"^#\s+Rank\s+(\d{1,7})\s.*?\bon\s+(\S{1,200})\s+device\s+\S+(?:\s+\[[^\]]{1,40}\])?\s*(.{0,200})$")
 _STARTING = re.compile(r"Collective test starting:\s*(\w{1,60})|\b(\w{1,60})_perf\b")
-_HEADER = re.compile(r"^#\s+nThread\b|^#\s+nccl-tests version")
+_HEADER = re.compile(r"^#\s+(?:nThread\b|nccl-tests version|Collective test starting|Using devices)")
 
 
 @dataclass(slots=True)

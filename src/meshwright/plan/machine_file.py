@@ -105,7 +105,7 @@ def as_toml(cluster: Cluster, c: Calibration, remarks: Sequence[str] = ()) -> st
         "kind": device.kind,
         "vendor": device.vendor,
         "memory_gib": device.memory_bytes / GIB,
-        "bandwidth": f"{device.bandwidth_bytes_s / 1e9:.6g}GB/s",
+        "bandwidth": _rate(device.bandwidth_bytes_s),
         "capability": device.capability,
         "peak_tflops": {dtype: flops / 1e12 for dtype, flops in device.peak_flops},
     }
@@ -129,11 +129,15 @@ def as_toml(cluster: Cluster, c: Calibration, remarks: Sequence[str] = ()) -> st
     return "\n".join(lines) + "\n"
 
 
+def _rate(bytes_s: float) -> str:
+    return f"{bytes_s / 1e6:.3f}MB/s"
+
+
 def _link(link: Link) -> dict[str, Any]:
     out: dict[str, Any] = {
         "name": link.name,
         "kind": link.kind,
-        "bandwidth": f"{link.bandwidth_bytes_s / 1e9:.6g}GB/s",
+        "bandwidth": _rate(link.bandwidth_bytes_s),
         "direction": "one",
         "per": link.per,
         "latency_us": link.latency_s * 1e6,

@@ -1,0 +1,175 @@
+"""calibrate: a file that plan reads and calls calibrated, here and from what others measured; bad input in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from meshwright import api
+from meshwright.cli.main import app
+from meshwright.errors import InputError, MeshwrightError
+from meshwright.ledger.calibration_file import read
+from meshwright.plan.timing.collective import Wiring, curve
+from meshwright.prove.calibrate_from import calibrate_from
+from meshwright.specs.cluster import parse_cluster
+from meshwright.specs.detect_host import cpu_cluster
+from meshwright.specs.probe import Probe
+from meshwright.specs.workload import Serve
+from tests.ledger.test_nccl_tests import output
+
+
+def call(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["calibrate", *words])
+    if isinstance(result.exception, MeshwrightError):
+        return result.exception.exit_code, str(result.exception)
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torch")
+    file = tmp_path_factory.mktemp("calibrate") / "here.toml"
+    code, said = call("--quick", "--ranks", "2", "--device", "cpu", "--dtype", "f32", "--out", str(file), "--json")
+    assert code == 0, said
+    return file
+
+
+def test_this_machine_is_measured_and_planned_on(here: Path) -> None:
+    cluster, c = parse_cluster(str(here)), read(here)
+    assert cluster.device.driver is not None
+    assert {m.work for m in cluster.device.measured} == {"dense", "attention"}
+    assert {(m.op, m.ranks) for m in cluster.intra.measured} >= {("all_reduce", 2), ("send", 2), ("all_to_all", 2)}
+    assert {(t.op, t.knots) for t in c.transfers} == {(m.op, m.knots) for m in cluster.intra.measured}
+    assert cluster.device.bandwidth_bytes_s == pytest.approx(c.bandwidth_bytes_s, rel=1e-4)
+    (all_reduce,) = (t for t in c.transfers if t.op == "all_reduce")
+    for size, seconds in all_reduce.knots:
+        assert curve("all_reduce", Wiring(2, 2), cluster).seconds(size) == pytest.approx(seconds, rel=1e-3)
+    for on, word in ((str(here), "calibrated"), ("here", "modelled")):
+        load = Serve(128, 32, concurrency=2)
+        plan = api.plan_serve("smollm2-135m", on, load, layout="tp=2", engine="meshwright")
+        assert plan.chosen is not None
+        assert plan.chosen.cost.predicted is not None
+        assert plan.chosen.cost.predicted.tpot.word == word
+    work = api.train_workload(seq=64, global_batch=4, param_dtype="f32")
+    assert api.step_time(api.plan_train("smollm2-135m", str(here), work, layout="dp=2")).step.word == "calibrated"
+
+
+def test_slower_measurements_make_slower_plans(here: Path, tmp_path: Path) -> None:
+    """The curve of the file is what is planned with: ten times the latency shows."""
+    text, slow = here.read_text(), tmp_path / "slow.toml"
+    cluster = parse_cluster(str(here))
+    for m in cluster.intra.measured:
+        for size, seconds in m.knots:
+            text = text.replace(f"[{size}, {seconds!r}]", f"[{size}, {seconds * 10!r}]")
+    slow.write_text(text)
+    times = [curve("all_reduce", Wiring(2, 2), parse_cluster(str(file))).seconds(4096) for file in (here, slow)]
+    assert times[1] == pytest.approx(10 * times[0], rel=0.01)
+
+
+def test_from_nccl_tests(tmp_path: Path) -> None:
+    log, out = tmp_path / "log.txt", tmp_path / "cluster.toml"
+    log.write_text(output(8, 2 * 7 / 8))
+    code, said = call("--from", str(log), "--out", str(out))
+    assert (code, said.startswith("calibrated: 1x8xH100-SXM")) == (0, True), said
+    cluster = parse_cluster(str(out))
+    assert curve("all_reduce", Wiring(8, 8), cluster).seconds(1 << 20) == pytest.approx(
+        20e-6 + (1 << 20) / 100e9, rel=0.01
+    )
+    assert curve("all_reduce", Wiring(8, 8), cluster).word == "calibrated"
+    assert curve("all_reduce", Wiring(4, 4), cluster).word == "modelled"
+
+
+def test_groups_over_nodes_calibrate_the_link_between_them(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(output(8, 2 * 7 / 8, hosts=2))
+    cluster = calibrate_from([tmp_path]).cluster
+    assert (str(cluster).startswith("2x4xH100-SXM"), cluster.intra.measured) == (True, ())
+    assert [(m.op, m.ranks) for m in cluster.inter.measured] == [("all_reduce", 8)]
+
+
+def test_from_traces(tmp_path: Path) -> None:
+    from tests.doctor.trace_maker import TraceMaker
+
+    m = TraceMaker(4)
+    for _ in range(3):
+        m.begin()
+        for r in m.ranks:
+            m.work(r, "forward", 0.01)
+        m.meet("all_reduce", 1 << 18, 0.001)
+        m.end()
+    found = calibrate_from([m.write(tmp_path)], "4xH100").cluster.intra.measured
+    assert [(t.op, t.ranks, t.knots[0][0]) for t in found] == [("all_reduce", 4, 1 << 20)]
+    assert found[0].knots[0][1] == pytest.approx(0.001, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--from", "absent.txt"), "cannot be read|no file|nothing"),
+        (("--from", "EMPTY"), "neither nccl-tests"),
+        (("--from", "LOG", "--ranks", "2"), "leave out --ranks"),
+        (("--on", "8xH100"), "goes with --from"),
+        (("--out", "here.json"), "is TOML"),
+        (("--device", "tpu"), "--device"),
+        (("--dtype", "int7"), "--dtype"),
+        (("--ranks", "0"), "--ranks"),
+    ],
+)
+def test_bad_input_is_one_line(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    import re
+
+    (tmp_path / "LOG").write_text(output(4, 1.5))
+    (tmp_path / "EMPTY").write_text("hello\n")
+    code, said = call(*(str(tmp_path / w) if w in {"LOG", "EMPTY", "absent.txt"} else w for w in words))
+    assert code == 2, said
+    assert re.search(says, said), said
+    assert said.count("\n") <= 1
+
+
+def test_a_damaged_file_is_told(here: Path, tmp_path: Path) -> None:
+    text = here.read_text()
+    for old, new in (
+        ("knots", "knot"),
+        ('"ranks" = 2', '"ranks" = "two"'),
+        ('"memory" = ', '"memory" = -'),
+        ("driver", "drivers"),
+    ):
+        bad = tmp_path / "bad.toml"
+        bad.write_text(text.replace(old, new))
+        with pytest.raises(InputError, match=r"bad\.toml"):
+            parse_cluster(str(bad))
+
+
+def test_json_holds_the_calibration(tmp_path: Path) -> None:
+    log = tmp_path / "all_gather.log"
+    log.write_text(output(8, 7 / 8, "none"))
+    code, said = call("--from", str(log), "--json")
+    data = json.loads(said)
+    assert (code, sorted(data)) == (0, ["calibration", "cluster", "device", "links", "verdict"])
+    assert data["links"]["intra"][0]["op"] == "all_gather"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_gpu_check_on_the_cpu(tmp_path: Path) -> None:
+    """The program itself, where no GPU is: proofs of a side against itself, times, a report."""
+    from bench.gpu_check import check
+
+    report = check("cpu", tmp_path, tiny=True)
+    assert report["ok"]
+    assert [row["decode_s"] > 0 and row["predicted_decode_s"] > 0 for row in report["times"]] == [True]
+    assert json.loads((tmp_path / "report.json").read_text())["says_nothing_of"].startswith("NCCL")
+
+
+def test_gpu_check_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    from bench import gpu_check
+    from meshwright.prove import calibrate
+
+    monkeypatch.setattr(calibrate, "detect", lambda: cpu_cluster(Probe()))
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    assert gpu_check.main() == 2
+    said = capsys.readouterr().err
+    assert (said.startswith("gpu-check: --device cuda: no CUDA device"), said.count("\n")) == (True, 1)
