@@ -128,10 +128,12 @@ class AdamW(_Optimizer):
         weight_decay: float,
     ) -> None:
         count = torch.tensor(float(self.steps), device=values[0].device)
+        first, second = moments
         torch._fused_adamw_(
             values,
             gradients,
-            *moments,
+            first,
+            second,
             [],
             [count] * len(values),
             lr=rate,
