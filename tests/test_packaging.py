@@ -117,7 +117,7 @@ def test_both_targets_set_themselves_up(target: str, tmp_path: Path) -> None:
     venv, install, *rest = [line for line in done.stdout.splitlines() if not line.startswith("test -n")]
     assert venv == f"{sys.executable} -m venv .venv"
     assert "PIP_CONSTRAINT=constraints.txt" in install
-    assert ("[run,dev]" in install) == (target == "test")
+    assert ("[run,serve,dev]" in install) == (target == "test")
     wanted = "meshwright plan serve smollm2-135m --on here --html out/plan.html" if target == "demo" else "-m pytest"
     assert wanted in "\n".join(rest)
 
@@ -170,7 +170,7 @@ def test_wheel_has_the_data_and_no_tests(wheel: Path) -> None:
     assert {str(p.relative_to(ROOT / "src")) for p in data} <= set(names)
     assert "meshwright/specs/atlas/devices.json" in names
     assert "meshwright/py.typed" in names
-    assert not [n for n in names if "test" in n.split("/")[-1] or "__pycache__" in n]
+    assert not [n for n in names if n.split("/")[-1].startswith(("test_", "conftest")) or "__pycache__" in n]
     assert any(n.endswith("licenses/LICENSE") for n in names)
 
 

@@ -45,7 +45,7 @@ def test_curves_name_the_chosen_the_others_and_what_does_not_fit() -> None:
     assert curves[0].role == "chosen"
     assert {"runner-up", "does not fit"} <= {c.role for c in curves}
     for curve in curves:
-        if curve.role != "does not fit":
+        if curve.role in {"chosen", "runner-up"}:
             assert [p.load for p in curve.points] == sorted(p.load for p in curve.points)
             assert curve.points[0].x < curve.points[-1].x, "more requests, slower tokens"
             assert curve.points[0].y < curve.points[-1].y, "more requests, more tokens"

@@ -45,8 +45,8 @@ def test_a_rank_reads_exactly_its_bytes(
     checkpoint: Folder, monkeypatch: pytest.MonkeyPatch, name: str, layout: str
 ) -> None:
     read: list[int] = []
-    real = loader._slice
-    monkeypatch.setattr(loader, "_slice", lambda stored, shard: real(_Spied(stored, read), shard))
+    real = loader.cut
+    monkeypatch.setattr(loader, "cut", lambda stored, shard: real(_Spied(stored, read), shard))
     model = read_folder(checkpoint(name))
     placement = place(model.spec, parse_layout(layout), engines.profile("meshwright"))
     for rank in range(placement.layout.world):

@@ -76,7 +76,7 @@ def _uneven_vocabulary(p: Placement, _: int) -> str | None:
 
 DECODER = "meshwright.runtime.models.decoder"
 TENSOR = "meshwright.runtime.parallel.tensor"
-GENERATE = "meshwright.runtime.generate"
+STAGE = "meshwright.runtime.serve.stage"
 
 
 def _reduce(times: int) -> Patch:
@@ -205,8 +205,8 @@ def _in_bf16(_: Mesh, __: Decoder) -> list[Any]:
 
     return [
         mock.patch(f"{TENSOR}.all_reduce", all_reduce),
-        mock.patch(f"{GENERATE}.send", sent),
-        mock.patch(f"{GENERATE}.recv", received),
+        mock.patch(f"{STAGE}.send", sent),
+        mock.patch(f"{STAGE}.recv", received),
     ]
 
 

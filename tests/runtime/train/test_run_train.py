@@ -234,7 +234,7 @@ def _nothing(run: Path) -> None:
 
 DATA = ("--data", "{folder}/ids.npy")
 #: (what is done to a copy of the run, words, what is said)
-WRONG: dict[str, tuple[Callable[[Path], None], tuple[object, ...], str]] = {
+MISUSES: dict[str, tuple[Callable[[Path], None], tuple[object, ...], str]] = {
     "nothing": (_nothing, (), "a model is needed"),
     "two models": (_nothing, ("{folder}/model", "--from-scratch", "{folder}/model", *DATA), "leave one of the two out"),
     "no model": (_nothing, ("{folder}/none", *DATA), "cannot be read"),
@@ -292,11 +292,11 @@ WRONG: dict[str, tuple[Callable[[Path], None], tuple[object, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", MISUSES)
 def test_what_is_wrong_is_said_in_one_line_before_any_rank_starts(
     folder: Path, trained: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change, words, says = WRONG[case]
+    change, words, says = MISUSES[case]
     monkeypatch.setattr(launch, "on_this_machine", lambda job: pytest.fail("ranks were started"))
     (folder / "a.txt").write_text("text")
     np.save(folder / "short.npy", np.arange(9))
