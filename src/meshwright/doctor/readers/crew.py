@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 
 _HEAD = struct.Struct("<iQ")
 
 
 @dataclass(slots=True)
 class _Worker:
+    number: int
     pid: int
     pipe: int
     items: list[int]
@@ -37,19 +39,26 @@ def cores() -> int:
 def run(
     items: Sequence[int],
     work: Callable[[int], bytes],
-    take: Callable[[int, bytes], None],
+    take: Callable[[int, int, bytes], None],
     lost: Callable[[int], None],
     limit_s: Callable[[int], float],
+    tidy_every: int = 1,
 ) -> None:
     """Have ``work(item)`` done for all items, ``take`` what came of each; ``lost`` gets those whose process failed.
 
     ``items`` are dealt out in their order, so the largest should stand first. ``work`` raises nothing but what ends
-    its process.
+    its process; what it remembers from one item to the next is of its process, whose number ``take`` is told before
+    item and message. Each process collects its garbage behind every ``tidy_every`` items.
     """
     crew = max(1, min(cores(), len(items)))
     workers: list[_Worker] = []
+    numbers = count()
+
+    def start(rest: list[int]) -> None:
+        workers.append(_start(next(numbers), rest, work, tidy_every, [w.pipe for w in workers]))
+
     for first in range(crew):
-        workers.append(_start(list(items[first::crew]), work, [w.pipe for w in workers]))
+        start(list(items[first::crew]))
     try:
         while workers:
             ready, _, _ = select.select([w.pipe for w in workers], [], [], 1.0)
@@ -66,35 +75,38 @@ def run(
                     lost(worker.items[worker.done])
                     rest = worker.items[worker.done + 1 :]
                     if rest:
-                        workers.append(_start(rest, work, [w.pipe for w in workers]))
+                        start(rest)
     finally:
         for worker in workers:
             _stop(worker)
 
 
-def _receive(worker: _Worker, take: Callable[[int, bytes], None]) -> bool:
+def _receive(worker: _Worker, take: Callable[[int, int, bytes], None]) -> bool:
     """Read what there is; whether the worker has closed its end."""
     data = os.read(worker.pipe, 1 << 20)
     worker.buffer += data
     for index, message in _messages(worker):
-        take(index, message)
+        take(worker.number, index, message)
     return not data
 
 
-def _work(items: Sequence[int], work: Callable[[int], bytes], pipe: int) -> None:
+def _work(items: Sequence[int], work: Callable[[int], bytes], tidy_every: int, pipe: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     faulthandler.disable()
     gc.disable()
-    for item in items:
+    for place, item in enumerate(items, 1):
         message = work(item)
         view = memoryview(_HEAD.pack(item, len(message)) + message)
         while view:
             view = view[os.write(pipe, view) :]
         del message, view
-        gc.collect()
+        if place % tidy_every == 0:
+            gc.collect()
 
 
-def _start(items: list[int], work: Callable[[int], bytes], others: Sequence[int]) -> _Worker:
+def _start(
+    number: int, items: list[int], work: Callable[[int], bytes], tidy_every: int, others: Sequence[int]
+) -> _Worker:
     out, into = os.pipe()
     pid = os.fork()
     if not pid:
@@ -102,11 +114,11 @@ def _start(items: list[int], work: Callable[[int], bytes], others: Sequence[int]
             for pipe in (out, *others):
                 os.close(pipe)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            _work(items, work, into)
+            _work(items, work, tidy_every, into)
         finally:
             os._exit(0)
     os.close(into)
-    return _Worker(pid, out, items)
+    return _Worker(number, pid, out, items)
 
 
 def _messages(worker: _Worker) -> Iterator[tuple[int, bytes]]:

@@ -93,10 +93,9 @@ class _Gatherer:
         dump.place = tuple((groups[n], place) for n, place in dump.place)
         self.dumps[index] = dump
 
-    def take(self, index: int, message: Any, worker: Any) -> None:
-        """One message of a worker."""
+    def take(self, index: int, message: Any, numbers: fr_pool.Numbers) -> None:
+        """One message of a process."""
         (groups, signatures, stacks), body = message
-        numbers = worker.numbers
         numbers["groups"] += [self.incident.groups.number(Group(*g)) for g in groups]
         numbers["signatures"] += [self.incident.signatures.number(Signature(*s)) for s in signatures]
         numbers["stacks"] += [self.incident.stacks.number(tuple(Frame(*f) for f in s)) for s in stacks]
@@ -126,8 +125,8 @@ def read_many(
 
     if sum(sizes) > POOL_BYTES:
 
-        def take(index: int, message: Any, worker: Any) -> None:
-            gatherer.take(index, message, worker)
+        def take(index: int, message: Any, numbers: fr_pool.Numbers) -> None:
+            gatherer.take(index, message, numbers)
             report()
 
         fr_pool.read_all(len(sources), lambda i, t: parse(_bytes(sources[i]), sources[i].name, t), take, gatherer.lost)
@@ -148,7 +147,7 @@ def _read_here(index: int, source: Source, gatherer: _Gatherer) -> None:
         fr_pool.read_all(
             1,
             lambda i, t: parse(data, source.name, t),
-            lambda i, m, w: gatherer.take(index, m, w),
+            lambda i, m, n: gatherer.take(index, m, n),
             lambda i: gatherer.lost(index),
         )
         return

@@ -82,7 +82,7 @@ def read_many(sources: Sequence[Source], incident: Incident) -> None:
         except Exception as error:  # whatever a hostile file leads to ends here
             return pickle.dumps(f"{source.name}: cannot be read ({type(error).__name__}: {str(error)[:80]})")
 
-    def take(index: int, message: bytes) -> None:
+    def take(_: int, index: int, message: bytes) -> None:
         track = pickle.loads(message)  # written by our own process a moment ago
         if isinstance(track, str):
             incident.lack(track)
