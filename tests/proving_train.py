@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from meshwright.ledger.schema import Ledger
 from meshwright.prove.proof import legal
@@ -18,20 +17,12 @@ from meshwright.runtime.proof import routing_of
 from meshwright.runtime.train.source import check_trainable
 from meshwright.runtime.train_proof import RankTrain, TrainJob, run_train_proof
 from meshwright.specs.layout import Layout, parse_layout
+from tests.proving import Case
 
 
 def run_train_proofs(rank: int, jobs: Sequence[TrainJob]) -> list[RankTrain]:
     """Body of a rank: one proof after the other."""
     return [run_train_proof(rank, job) for job in jobs]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One layout to prove: text form, a planted mistake, and options that job and prediction share."""
-
-    layout: str
-    mutation: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def train_proofs(

@@ -16,7 +16,8 @@ pytest.importorskip("safetensors")
 
 from meshwright.ledger.store import read
 from meshwright.prove.train import TrainProof
-from tests.proving_train import Case, train_proofs
+from tests.proving import Case
+from tests.proving_train import train_proofs
 from tests.runtime import moe_models, tiny
 
 LOSS, GRADIENTS, WEIGHTS, NORM, MOVES, PRODUCTS = (

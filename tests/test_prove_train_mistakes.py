@@ -10,7 +10,8 @@ pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from meshwright.runtime.mutate_train import TRAIN_MUTATIONS
-from tests.proving_train import Case, train_proofs
+from tests.proving import Case
+from tests.proving_train import train_proofs
 from tests.runtime import moe_models, tiny
 
 LOSS, GRADIENTS, WEIGHTS, NORM, MOVES, PRODUCTS, STATES = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from meshwright.cli.parse import in_range, one_of, seconds
+from meshwright.cli.parse import in_range, need_torch, one_of, seconds
 from meshwright.errors import InputError
 
 _FROM = typer.Option(
@@ -48,9 +48,8 @@ def calibrate(
     else:
         if on is not None:
             raise InputError(f"--on {on[:40]}: this machine is measured; --on goes with --from")
-        from meshwright.cli.run import _need_torch
 
-        _need_torch()
+        need_torch()
         limit_s = seconds(timeout, "--timeout")
         found = measure.calibrate_here(
             ranks=ranks, dtypes=dtype, device=device, quick=quick, timeout_s=limit_s, say=_say

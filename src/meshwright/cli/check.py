@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from meshwright.cli.parse import in_range, seconds
+from meshwright.cli.parse import in_range, need_torch, seconds
 from meshwright.errors import InputError
 
 MAX_TOKENS = 1 << 24
@@ -76,12 +76,11 @@ def _check_script(
         raise InputError(f"{', '.join(others)} judge a command by its text; --world runs its script: give one of both")
     if steps is not None:
         in_range(steps, "--steps", 1, MAX_TOKENS)
-    from meshwright.cli.run import _need_torch
     from meshwright.report.lockstep import show_outcome
     from meshwright.runtime.lockstep.outcome import as_json as outcome_json
     from meshwright.runtime.lockstep.run import check as run_script
 
-    _need_torch()
+    need_torch()
     outcome = run_script(words, world, timeout_s=seconds(timeout or "60s", "--timeout"), steps=steps)
     if as_json:
         typer.echo(json.dumps(outcome_json(outcome), indent=2))

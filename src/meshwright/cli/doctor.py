@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from meshwright.cli.parse import seconds
+from meshwright.cli.parse import need_torch, seconds
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -99,9 +99,8 @@ def _planned(path: Path, incident: Incident) -> Against:
 
 def _ladder(world: int, backend: str, limit_s: float, as_json: bool) -> NoReturn:
     """Climb, show, and leave with the exit code."""
-    from meshwright.cli.run import _need_torch
 
-    _need_torch()
+    need_torch()
     from meshwright.doctor.climb import climb
     from meshwright.report.ladder import as_json as plain
     from meshwright.report.ladder import as_text as text
@@ -117,13 +116,12 @@ def _ladder(world: int, backend: str, limit_s: float, as_json: bool) -> NoReturn
 
 def _reproduced(finding: Finding, incident: Incident, path: Path) -> dict[str, Any]:
     """Write the program, run it once, say what became of it."""
-    from meshwright.cli.run import _need_torch
     from meshwright.doctor.reproduce import build, render
     from meshwright.doctor.rerun import rerun
 
     program = build(finding, incident)
     _write(path, render(program))
-    _need_torch()
+    need_torch()
     outcome = rerun(path, program)
     return {"program": str(path), "same": outcome.same, "stopped": list(outcome.stopped), "says": outcome.says}
 

@@ -111,7 +111,7 @@ def _compare(plan: Plan, log: Path) -> None:
     from meshwright.report.as_json import plan_json
     from meshwright.report.verdict import show_log
 
-    found = engines.load(plan.engine.partition(" ")[0].partition("-")[0]).read_log(lines_of(log))
+    found = engines.load(engines.split_name(plan.engine)[0]).read_log(lines_of(log))
     if found is None:
         typer.echo(f"{log}: nothing in it is a boot log of {plan.engine}; it is not compared")
     else:

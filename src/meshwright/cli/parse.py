@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from collections.abc import Sequence
 
 from meshwright.errors import InputError
 
@@ -45,3 +47,23 @@ def one_of(value: str | None, flag: str, allowed: tuple[str, ...]) -> None:
     """
     if value is not None and value not in allowed:
         raise InputError(f"{flag} {value[:20]!r} is not one of {', '.join(allowed)}")
+
+
+def need(packages: Sequence[str], doing: str, extra: str) -> None:
+    """Refuse where a package is not installed.
+
+    Raises:
+        InputError: with the first that is missing and the extra that brings it.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"{doing} needs {package}: pip install 'meshwright[{extra}]'")
+
+
+def need_torch() -> None:
+    """Refuse where what runs models is not installed.
+
+    Raises:
+        InputError: as ``need``.
+    """
+    need(("torch", "safetensors"), "running", "run")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from meshwright.cli.parse import in_range, one_of, seconds
+from meshwright.cli.parse import in_range, need_torch, one_of, seconds
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def prove(
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON."),
 ) -> None:
     """Run a checkpoint under a layout; compare it with one process and with its prediction. Exit 1: not proven."""
-    from meshwright.cli.run import _ids, _need_torch
+    from meshwright.cli.run import _ids
 
     if mutate == "list":
         _list(train)
@@ -65,7 +65,7 @@ def prove(
     if new_tokens is not None:
         in_range(new_tokens, "--new-tokens", 1, MAX_TOKENS)
     limit_s = seconds(timeout, "--timeout")
-    _need_torch()
+    need_torch()
     asked: dict[str, object] = {
         "seq": seq,
         "global_batch": global_batch,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.parse import in_range, one_of, seconds
+from meshwright.cli.parse import in_range, need_torch, one_of, seconds
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def generate(
     one_of(dtype, "--dtype", ("bf16", "f16", "f32"))
     one_of(device, "--device", ("cpu", "cuda"))
     limit_s = seconds(timeout, "--timeout")
-    _need_torch()
+    need_torch()
     from meshwright.runtime.job import Sampling
     from meshwright.runtime.launch.local import server_ahead
     from meshwright.runtime.launch.torchrun import started_by_torchrun
@@ -69,14 +69,6 @@ def generate(
     results = _launch(job, limit_s, port)
     if results is not None:
         _show(job, results, model, as_json)
-
-
-def _need_torch() -> None:
-    import importlib.util
-
-    for package in ("torch", "safetensors"):
-        if importlib.util.find_spec(package) is None:
-            raise InputError(f"running needs {package}: pip install 'meshwright[run]'")
 
 
 def _job(
@@ -162,7 +154,7 @@ def convert(
 ) -> None:
     """Turn a GGUF file into a Hugging Face folder: config.json, safetensors, tokenizer."""
     one_of(dtype, "--dtype", ("bf16", "f16", "f32"))
-    _need_torch()
+    need_torch()
     from meshwright.runtime.convert import convert as write
     from meshwright.runtime.convert import find_smollm2
 

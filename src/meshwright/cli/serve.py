@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import typer
 
 from meshwright.cli.handoff import Asked, hand_off, refuse_own
-from meshwright.cli.parse import in_range, one_of
+from meshwright.cli.parse import in_range, need, one_of
 from meshwright.errors import InputError
 
 MAX_TOKENS = 1 << 24
@@ -85,7 +84,8 @@ def serve(
         raise InputError("give --layout, or both --prefill and --decode")
     if decode_block_size is not None and decode is None:
         raise InputError("--decode-block-size belongs to --decode; use --block-size")
-    _need()
+    need(("torch", "safetensors"), "serving", "run,serve")
+    need(("fastapi", "uvicorn"), "serving", "serve")
     from meshwright import engines
     from meshwright.runtime.serve.api.key import key_from
     from meshwright.runtime.serve.api.main import Address, run
@@ -107,12 +107,3 @@ def serve(
     said = f"{config.placement.spec.name} under {under} on {world} rank{'s' * (world > 1)}"
     typer.echo(f"{said}: loading; cache of {tokens:,} tokens a replica, at most {config.limits.length:,} a request")
     run(config, address, lambda where: typer.echo(f"serving at {where}/v1 (Ctrl-C ends it)"))
-
-
-def _need() -> None:
-    for package in ("torch", "safetensors"):
-        if importlib.util.find_spec(package) is None:
-            raise InputError(f"serving needs {package}: pip install 'meshwright[run,serve]'")
-    for package in ("fastapi", "uvicorn"):
-        if importlib.util.find_spec(package) is None:
-            raise InputError(f"serving needs {package}: pip install 'meshwright[serve]'")

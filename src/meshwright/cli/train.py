@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.parse import in_range, one_of, seconds
+from meshwright.cli.parse import in_range, need_torch, one_of, seconds
 from meshwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def train(
         raise InputError("--address: ranks are started here; leave it out or add --launch ray")
     if checkpoint is None and resume is None and (ledger or export_to is not None):
         raise InputError("--ledger and --export need a folder for the run: --checkpoint FOLDER")
-    _need_torch()
+    need_torch()
     from meshwright.runtime.launch.local import server_ahead
     from meshwright.runtime.launch.torchrun import started_by_torchrun
     from meshwright.runtime.train.launch import PRELOAD, launch
@@ -131,12 +131,6 @@ def _check(**values: tuple[float | None, float, float]) -> None:
     for name, (value, low, high) in values.items():
         if value is not None:
             in_range(value, f"--{name.replace('_', '-')}", low, high)
-
-
-def _need_torch() -> None:
-    from meshwright.cli.run import _need_torch as need
-
-    need()
 
 
 def _job(asked: Any, room: Path, device: str, limit_s: float, ledger: int) -> TrainJob:
@@ -187,7 +181,7 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint, of whatever layout, as a Hugging Face folder."""
     one_of(dtype, "--dtype", ("bf16", "f16", "f32"))
-    _need_torch()
+    need_torch()
     from meshwright.runtime.train.export import export
 
     typer.echo(f"{export(checkpoint, folder, dtype)}")

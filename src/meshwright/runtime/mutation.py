@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +41,14 @@ class Mutation:
     @contextmanager
     def at_work(self, mesh: Mesh, decoder: Decoder) -> Iterator[None]:
         """The mistake in the code, for as long as the context lasts."""
-        patches = self.patch(mesh, decoder) if self.patch is not None else []
-        for patch in patches:
-            patch.start()
-        try:
+        with patched(self.patch(mesh, decoder) if self.patch is not None else []):
             yield
-        finally:
-            for patch in patches:
-                patch.stop()
+
+
+@contextmanager
+def patched(patches: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """All patches, for as long as the context lasts."""
+    with ExitStack() as held:
+        for patch in patches:
+            held.enter_context(patch)
+        yield

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.runtime.mutation import patched
 from meshwright.specs.placement import Placement
 
 if TYPE_CHECKING:
@@ -37,11 +38,5 @@ class TrainMutation:
     @contextmanager
     def planted(self, mesh: Mesh) -> Iterator[None]:
         """The mistake in the code, for as long as the context lasts."""
-        patches = self.patch(mesh)
-        for patch in patches:
-            patch.start()
-        try:
+        with patched(self.patch(mesh)):
             yield
-        finally:
-            for patch in patches:
-                patch.stop()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from meshwright.moves.reshard import Box, run_boxes, whole_boxes
 from meshwright.runtime.checkpoint import own
-from meshwright.specs.cuts import Place
-from meshwright.specs.placement import Coordinate, Placement, Shard
+from meshwright.runtime.train.parameters import counted
+from meshwright.specs.placement import Coordinate, Placement
 
 #: Kinds of values that are kept of a parameter: itself (its fp32 master copy where there is one) and what the optimizer
 #: remembers of it.
@@ -76,7 +76,7 @@ def tensor_pieces(pieces: Iterable[LocalPiece], placement: Placement, coordinate
             raise ValueError(f"{piece.name} is not held by the rank at {coordinate}")
         shard = held[piece.name]
         if id(shard) not in writes:
-            writes[id(shard)] = _writes(placement, coordinate, shard)
+            writes[id(shard)] = counted(placement, coordinate, shard)
         flat = piece.tensor.detach().view(-1)
         for first, box in run_boxes(shard.shape, piece.start, piece.start + flat.numel()):
             values = flat.narrow(0, first - piece.start, box.numel).view(box.sizes)
@@ -85,26 +85,3 @@ def tensor_pieces(pieces: Iterable[LocalPiece], placement: Placement, coordinate
                 for d, (a, b, base) in enumerate(zip(local.start, local.stop, box.start, strict=True)):
                     part = part.narrow(d, a - base, b - a)
                 yield TensorPiece(key_of(piece.kind, piece.name), part, whole, shard.family.shape, writes[id(shard)])
-
-
-def _writes(placement: Placement, coordinate: Coordinate, shard: Shard) -> bool:
-    """Whether no rank before this one, with the same place in its data parallel group, holds the same of a tensor.
-
-    The same is held on several stages (a tied embedding) and on several places of tp or inside an expert (norms,
-    replicated KV heads). Replicas over dp are left to the checkpoint, which deals them out.
-    """
-    stages = (s.index for s in placement.stages if s.index < coordinate.pp)
-    if any(_holds(placement, index, coordinate, shard) for index in stages):
-        return False
-    if shard.family.role == "expert":
-        at = placement.place(coordinate)
-        before = [Place(at.tp, etp, at.ep) for etp in range(at.etp)]
-    else:
-        before = [placement.place(replace(coordinate, tp=tp)) for tp in range(coordinate.tp)]
-    return all(placement.cuts.intervals(shard.family, place)[0] != shard.intervals for place in before)
-
-
-def _holds(placement: Placement, stage: int, coordinate: Coordinate, shard: Shard) -> bool:
-    """Whether a stage holds the same tensor outside layers."""
-    there = placement.at(stage, placement.flat(coordinate))
-    return not shard.layers and any(s.family is shard.family for s in placement.shards(there))
