@@ -14,24 +14,20 @@ import json
 import os
 import pickle
 import random
-import resource
 import struct
 import sys
-import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench import fuzzing
+from bench.fuzzing import Outcome
 from meshwright.doctor.hang import diagnose
 from meshwright.doctor.incident import Incident
 from meshwright.doctor.readers import Source, flight_recorder
 
-#: What a case may take; an ordinary one takes a few milliseconds.
-CASE_LIMIT_S = 10.0
-GROWTH_LIMIT_BYTES = 512 << 20
 MARK = "MESHWRIGHT_FUZZ_RAN"
 
 _CODES = [
@@ -63,18 +59,6 @@ _VALUES: list[Any] = [
     None, True, -1, 0, 1 << 31, 1 << 63, 1 << 200, -(1 << 70), 1.5, float("nan"), float("inf"), "", "x" * 3000, "\x00",
     "[0, 1, 99999999]", "[" + "0," * 5000 + "0]", b"bytes", [], {}, [[]], [[[[]]]], {"a": []}, ["0", "x"], (1, 2, 3),
 ]  # fmt: skip
-
-
-@dataclass
-class Outcome:
-    """What came of it."""
-
-    cases: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-    refused: int = 0
-    slowest_s: float = 0.0
-    growth_bytes: int = 0
-    failures: list[str] = field(default_factory=list)
 
 
 def plain(rank: int, world: int = 3, rows: int = 12) -> dict[str, Any]:
@@ -189,45 +173,33 @@ def _source(name: str, data: bytes) -> Source:
     return Source(name, data[:4096], lambda: io.BytesIO(data), len(data))
 
 
-def _resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def run(count: int, seed: int = 0, progress: bool = False) -> Outcome:
     """Read and judge ``count`` mutated incidents."""
-    out, before = Outcome(), _resident_bytes()
     os.environ.pop(MARK, None)
     healthy = [pickle.dumps(plain(rank), protocol=2) for rank in range(3)]
-    for case in range(count):
-        chance = random.Random(seed * 1_000_003 + case)
-        victim = chance.randrange(3)
-        data = [*healthy]
-        data[victim] = mutated(victim, chance)
-        start = time.perf_counter()
+
+    def case(number: int, out: Outcome) -> str:
         try:
-            incident = Incident()
-            flight_recorder.sniff(data[victim][:4096], "dump")
-            flight_recorder.read_many([_source(f"dump_{r}", d) for r, d in enumerate(data)], incident)
-            findings = diagnose(incident)
-            json.dumps([f.to_json() for f in findings])
-            out.kinds[findings[0].kind] += 1
-            out.refused += any("dump_" in lack and ": " in lack for lack in incident.lacks)
-        except Exception as error:
-            out.failures.append(f"case {case} of seed {seed}: {type(error).__name__}: {str(error)[:100]}")
-        took = time.perf_counter() - start
-        out.slowest_s = max(out.slowest_s, took)
-        if took > CASE_LIMIT_S:
-            out.failures.append(f"case {case} of seed {seed}: {took:.1f} s")
-        if os.environ.get(MARK):
-            out.failures.append(f"case {case} of seed {seed}: code of the dump ran")
-            os.environ.pop(MARK, None)
-        out.cases += 1
-        if progress and case % 5000 == 4999:
-            sys.stderr.write(f"{case + 1} of {count}, {len(out.failures)} failures, slowest {out.slowest_s:.2f} s\n")
-    out.growth_bytes = _resident_bytes() - before
-    if out.growth_bytes > GROWTH_LIMIT_BYTES:
-        out.failures.append(f"memory grew by {out.growth_bytes} bytes")
-    return out
+            return _judged(random.Random(seed * 1_000_003 + number), healthy, out)
+        finally:
+            if os.environ.pop(MARK, None):
+                out.failures.append(f"case {number} of seed {seed}: code of the dump ran")
+
+    return fuzzing.fuzz(count, case, seed=seed, progress=progress)
+
+
+def _judged(chance: random.Random, healthy: list[bytes], out: Outcome) -> str:
+    """One incident with a mutated dump; the kind of its first finding."""
+    victim = chance.randrange(3)
+    data = [*healthy]
+    data[victim] = mutated(victim, chance)
+    incident = Incident()
+    flight_recorder.sniff(data[victim][:4096], "dump")
+    flight_recorder.read_many([_source(f"dump_{r}", d) for r, d in enumerate(data)], incident)
+    findings = diagnose(incident)
+    json.dumps([f.to_json() for f in findings])
+    out.refused += any("dump_" in lack and ": " in lack for lack in incident.lacks)
+    return findings[0].kind
 
 
 if __name__ == "__main__":

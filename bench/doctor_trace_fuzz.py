@@ -12,11 +12,7 @@ from __future__ import annotations
 import io
 import json
 import random
-import resource
 import sys
-import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -27,14 +23,14 @@ from rich.console import Console
 from tests.doctor import job_maker
 from tests.doctor.trace_maker import TraceMaker
 
+from bench import fuzzing
+from bench.fuzzing import Outcome
 from meshwright.doctor.incident import Incident
 from meshwright.doctor.judge import judge
 from meshwright.doctor.readers import Source, kineto, straggler
 from meshwright.errors import InputError
 from meshwright.report.doctor import as_json, as_text
 
-CASE_LIMIT_S = 10.0
-GROWTH_LIMIT_BYTES = 512 << 20
 _BYTES = [
     b"}",
     b"]",
@@ -56,17 +52,6 @@ _VALUES: list[Any] = [
     "\x00", "[0, 1, 99999999]", "[" + "0, " * 5000 + "...]", [], {}, [[]], [[[[]]]], {"a": []}, ["0", "x"], "[bold]",
     "NaN", [1 << 80], {"traceEvents": []}, "ProfilerStep#99999999999", "nccl:all_reduce",
 ]  # fmt: skip
-
-
-@dataclass
-class Outcome:
-    """What came of it."""
-
-    cases: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-    slowest_s: float = 0.0
-    growth_bytes: int = 0
-    failures: list[str] = field(default_factory=list)
 
 
 def documents() -> list[dict[str, Any]]:
@@ -160,24 +145,8 @@ def case(chance: random.Random, papers: list[dict[str, Any]], parquet: bytes) ->
 
 def fuzz(count: int, seed: int = 0) -> Outcome:
     """Run the cases."""
-    papers, parquet, out = documents(), table(), Outcome()
-    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    for number in range(count):
-        chance = random.Random(f"{seed}:{number}")
-        begun = time.perf_counter()
-        try:
-            out.kinds[case(chance, papers, parquet)] += 1
-        except Exception as error:
-            out.failures.append(f"{seed}:{number} {type(error).__name__}: {str(error)[:200]}")
-        took = time.perf_counter() - begun
-        out.slowest_s = max(out.slowest_s, took)
-        if took > CASE_LIMIT_S:
-            out.failures.append(f"{seed}:{number} took {took:.1f} s")
-        out.cases += 1
-    out.growth_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start
-    if out.growth_bytes > GROWTH_LIMIT_BYTES:
-        out.failures.append(f"memory grew by {out.growth_bytes} bytes")
-    return out
+    papers, parquet = documents(), table()
+    return fuzzing.fuzz(count, lambda number, _: case(random.Random(f"{seed}:{number}"), papers, parquet), seed=seed)
 
 
 def main() -> int:

@@ -53,7 +53,7 @@ def hosts(rate: str = "1gbit", prefix: str = "mwhost") -> Iterator[tuple[str, st
     if os.geteuid():
         raise NoHosts("making network namespaces needs root")
     names = (f"{prefix}a", f"{prefix}b")
-    ends = (f"{prefix}-a", f"{prefix}-b")
+    ends = tuple(map(end_of, names))
     try:
         for name in names:
             _ip("netns", "add", name)
@@ -74,6 +74,11 @@ def hosts(rate: str = "1gbit", prefix: str = "mwhost") -> Iterator[tuple[str, st
             for pid in found.stdout.split():
                 subprocess.run(["kill", "-9", pid], capture_output=True, timeout=20)
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+def end_of(host: str) -> str:
+    """A host's end of the link."""
+    return f"{host[:-1]}-{host[-1]}"
 
 
 def inside(host: str, words: Sequence[str]) -> list[str]:
@@ -104,10 +109,7 @@ def generation(where: Sequence[str], layout: str, model: Path) -> dict[str, Any]
             sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", str(2 // nodes),
             "--node-rank", str(number), "--master-addr", ADDRESSES[0], "--master-port", str(PORT), "-m", "meshwright",
         ]  # fmt: skip
-        interface = subprocess.run(
-            inside(host, ["sh", "-c", "ls /sys/class/net | grep -v lo | head -1"]), capture_output=True, text=True
-        )
-        env = {**os.environ, "GLOO_SOCKET_IFNAME": interface.stdout.strip(), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": end_of(host), "OMP_NUM_THREADS": "1"}
         running.append(
             subprocess.Popen(
                 inside(host, [*launch, *words]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env

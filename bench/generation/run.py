@@ -8,10 +8,8 @@ Writes ``bench/results/generation.json``.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,11 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
+from bench import processes
 from bench.generation.contenders import NEW, PROMPT, SEQUENCES
 from bench.speed import commit, machine
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench" / "results" / "generation.json"
+RESULTS = processes.ROOT / "bench" / "results" / "generation.json"
 TIMEOUT_S = 400
 #: The 12M Llama of the comparison; weights are random, the same for all.
 SMALL = {
@@ -86,7 +84,7 @@ def command(c: Contender, model: Path, runs: int) -> tuple[list[str], dict[str, 
     if not python:
         return None
     words = ["-m", "bench.generation.contenders", c.kind, str(model), str(c.tp), str(c.pp), c.dtype, str(runs)]
-    env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    env: dict[str, str] = {}
     if c.kind == "vllm":
         bind = "|".join(str(core) for core in range(c.tp))
         env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_OMP_THREADS_BIND": bind}
@@ -102,25 +100,12 @@ def run(c: Contender, model: Path, runs: int) -> list[dict[str, object]]:
     if made is None:
         return []
     words, extra = made
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            words, env={**os.environ, **extra}, stdout=said, stderr=errors, cwd=ROOT, start_new_session=True
-        )
-        try:
-            code = process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            print(f"{c.name}: not done in {TIMEOUT_S} s; what it had finished counts", file=sys.stderr)
-            code = 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        said.seek(0)
-        errors.seek(0)
-        lines = [json.loads(line) for line in said if line.startswith('{"sequences"')]
-        if code:
-            print(f"{c.name}: {(errors.read().strip().splitlines() or ['no message'])[-1][:300]}", file=sys.stderr)
-    return lines
+    ended = processes.run(words, extra, TIMEOUT_S)
+    if ended.code is None:
+        processes.complain(c.name, f"not done in {TIMEOUT_S} s; what it had finished counts")
+    elif ended.code:
+        processes.complain(c.name, ended.last_error)
+    return [json.loads(line) for line in ended.lines if line.startswith('{"sequences"')]
 
 
 def models(scratch: Path) -> dict[str, Path]:

@@ -15,26 +15,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import vllm_cpu
 from meshwright.runtime.load.client import Target, target_of
 
 ROOT = Path(__file__).parents[2]
 START_S, END_S = 600.0, 30.0
 #: Sequences under way, and tokens of one: the same for both servers.
 SEQUENCES, LENGTH = 64, 512
-#: The CPU build is called vllm-cpu on the package index; vLLM asks for its own name to find its version and platform.
-VLLM = """
-import importlib.metadata as metadata
-own = metadata.version
-def version(name):
-    try:
-        return own(name)
-    except metadata.PackageNotFoundError:
-        return own("vllm-cpu") + "+cpu" if name == "vllm" else own(name)
-metadata.version = version
-from vllm.entrypoints.cli.main import main
-if __name__ == "__main__":
-    main()
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +107,8 @@ def _command(kind: str, model: Path, port: int) -> tuple[list[str], dict[str, st
         return words, threads | {"PYTHONPATH": str(ROOT / "src")}
     python = os.environ["MESHWRIGHT_VLLM_PYTHON"]
     words = [
-        python, "-c", VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--skip-tokenizer-init", "--max-model-len", str(LENGTH), "--max-num-seqs", str(SEQUENCES),
+        python, "-c", vllm_cpu.START, "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "float32", "--skip-tokenizer-init", "--max-model-len", str(LENGTH), "--max-num-seqs", str(SEQUENCES),
         "--no-enable-prefix-caching",
     ]  # fmt: skip
     more = ["--enforce-eager"] if kind == "vllm eager" else []

@@ -9,11 +9,8 @@ takes part where ``MESHWRIGHT_DEEPSPEED_PYTHON`` names the Python of an environm
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -22,12 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench import processes
 from bench.generation.run import SMALL
 from bench.speed import commit, machine
 from bench.training.contenders import BATCH, LENGTH
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench" / "results" / "training.json"
+RESULTS = processes.ROOT / "bench" / "results" / "training.json"
 TIMEOUT_S = 400
 #: Losses and norms of contenders that do the same agree so far, relative; all are sums in fp32.
 SAME = 1e-4
@@ -102,27 +99,14 @@ def run(c: Contender, model: Path, steps: int) -> dict[str, Any] | None:
     if words is None:
         print(f"{c.name}: MESHWRIGHT_DEEPSPEED_PYTHON is not set; left out", file=sys.stderr)
         return None
-    extra = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
-    extra["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            words, env={**os.environ, **extra}, stdout=said, stderr=errors, cwd=ROOT, start_new_session=True
-        )
-        try:
-            process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            print(f"{c.name}: not done in {TIMEOUT_S} s", file=sys.stderr)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        said.seek(0)
-        errors.seek(0)
-        for line in said:
-            if line.startswith('{"seconds"'):
-                found: dict[str, Any] = json.loads(line)
-                return found
-        print(f"{c.name}: {(errors.read().strip().splitlines() or ['no message'])[-1][:300]}", file=sys.stderr)
+    ended = processes.run(words, {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}, TIMEOUT_S)
+    if ended.code is None:
+        processes.complain(c.name, f"not done in {TIMEOUT_S} s")
+    for line in ended.lines:
+        if line.startswith('{"seconds"'):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    processes.complain(c.name, ended.last_error)
     return None
 
 

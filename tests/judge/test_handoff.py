@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bench.vllm_cpu import START
 from typer.testing import CliRunner
 
 from meshwright.api import plan_serve
@@ -17,7 +18,7 @@ from meshwright.errors import InputError, MeshwrightError
 from meshwright.judge.handoff import EngineFailed, Running, Start, start_of
 from meshwright.specs.command import Command
 from meshwright.specs.workload import Serve
-from tests.engines.vllm.test_started_for_real import START, TINY
+from tests.engines.vllm.test_started_for_real import TINY
 
 #: A server that prints, starts a child, answers /health after a while; or dies as engines do.
 STUB = """

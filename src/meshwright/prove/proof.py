@@ -20,8 +20,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright import engines
 from meshwright.errors import IllegalLayoutError, InputError
@@ -119,6 +120,8 @@ class Proof:
 
 
 Say = Callable[[str], None]
+#: What a rank reports.
+R = TypeVar("R")
 
 
 def prove(
@@ -185,16 +188,14 @@ def prove(
             reference = run_local(run_proof, 1, (alone,), timeout_s)[0]
         if spec.moe is not None:
             request = replace(request, routing=routing_of(numbers))
-        start_server()
-        say("predicting, in a process that cannot import torch")
-        with timed(proof, "prediction"):
-            proof.predicted = predict_apart(request, Path(scratch) / "predicted.jsonl", timeout_s)
-        say(f"{wanted.world} ranks, recorded" + (f", with a mistake: {mistake.says}" if mistake else ""))
-        try:
-            with timed(proof, "the layout"):
-                ranks: list[RankProof] = run_local(run_proof, wanted.world, (job,), timeout_s)
-        except RankError as error:
-            proof.checks.append(Check("run", f"{wanted.world} ranks", 1, "no result", str(error)))
+        ranks: list[RankProof] | None = predicted_and_run(
+            proof,
+            partial(predict_apart, request, Path(scratch) / "predicted.jsonl", timeout_s),
+            partial(run_local, run_proof, wanted.world, (job,), timeout_s),
+            mistake.says if mistake else None,
+            say,
+        )
+        if ranks is None:
             return proof
     say("comparing")
     with timed(proof, "comparison"):
@@ -202,10 +203,35 @@ def prove(
     if timing and proof.proven and (chunk or few < tokens or len(ids) % wanted.dp):
         proof.timing = "not timed: only equal prompts that enter whole, as many on every replica, are"
     elif timing and proof.proven:
+        assert proof.predicted is not None
         say("timing, on a calibration of this machine")
         with timed(proof, "timing"):
             proof.timing = timing_of(job, proof.predicted, timeout_s)
     return proof
+
+
+def predicted_and_run(
+    proof: Proof, predict: Callable[[], Ledger], run: Callable[[], list[R]], mistake: str | None, say: Say
+) -> list[R] | None:
+    """Predict, then run the layout; both are timed in the proof, which takes the prediction.
+
+    Args:
+        predict: makes the ledger apart from torch. run: results of all ranks. mistake: what was planted, in words.
+
+    Returns:
+        What the ranks said; None where one of them did not come to its end, which the proof then says.
+    """
+    start_server()
+    say("predicting, in a process that cannot import torch")
+    with timed(proof, "prediction"):
+        proof.predicted = predict()
+    say(f"{proof.world} ranks, recorded" + (f", with a mistake: {mistake}" if mistake else ""))
+    try:
+        with timed(proof, "the layout"):
+            return run()
+    except RankError as error:
+        proof.checks.append(Check("run", f"{proof.world} ranks", 1, "no result", str(error)))
+        return None
 
 
 def legal(spec: ModelSpec, layout: Layout, check: Callable[[ModelSpec, Layout], None] = check_runnable) -> Placement:

@@ -17,6 +17,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, isfinite, sqrt
 from pathlib import Path
 from typing import Any, Literal
@@ -24,10 +25,10 @@ from typing import Any, Literal
 from meshwright.errors import InputError
 from meshwright.ledger.compare import compare, merged
 from meshwright.prove import proof as proofs
-from meshwright.prove.proof import Check, Proof, Say, bytes_check, ledger_checks, legal, timed
+from meshwright.prove.proof import Check, Proof, Say, bytes_check, ledger_checks, legal, predicted_and_run, timed
 from meshwright.prove.train_predict import TrainRequest, predict_apart
 from meshwright.runtime.folder import read_folder
-from meshwright.runtime.launch.local import RankError, run_local, start_server
+from meshwright.runtime.launch.local import run_local
 from meshwright.runtime.mutate_train import train_mutation
 from meshwright.runtime.proof import routing_of
 from meshwright.runtime.train.source import check_trainable
@@ -139,16 +140,14 @@ def prove_training(
             reference = run_local(run_train_proof, 1, (alone(job),), timeout_s)[0]
         if spec.moe is not None:
             request = replace(request, routing=routing_of(numbers))
-        start_server()
-        say("predicting, in a process that cannot import torch")
-        with timed(proof, "prediction"):
-            proof.predicted = predict_apart(request, Path(scratch) / "predicted.jsonl", timeout_s)
-        say(f"{wanted.world} ranks, recorded" + (f", with a mistake: {mistake.says}" if mistake else ""))
-        try:
-            with timed(proof, "the layout"):
-                ranks: list[RankTrain] = run_local(run_train_proof, wanted.world, (job,), timeout_s)
-        except RankError as error:
-            proof.checks.append(Check("run", f"{wanted.world} ranks", 1, "no result", str(error)))
+        ranks: list[RankTrain] | None = predicted_and_run(
+            proof,
+            partial(predict_apart, request, Path(scratch) / "predicted.jsonl", timeout_s),
+            partial(run_local, run_train_proof, wanted.world, (job,), timeout_s),
+            mistake.says if mistake else None,
+            say,
+        )
+        if ranks is None:
             return proof
         rounding: Mapping[str, float] = {}
         if any(TOLERANCE < w.far < ROUNDED and not w.missing for w in _distances("gradient", reference, ranks)):

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bench.vllm_cpu import START
 
 from meshwright.engines.base import Request
 from meshwright.engines.vllm import ENGINE
@@ -22,20 +23,6 @@ from meshwright.specs.profile import ServeSettings
 from meshwright.specs.workload import Serve
 from tests.specs.clusters import cluster
 
-#: The CPU build is called vllm-cpu on the package index; vLLM asks for its own name to find its version and platform.
-START = """
-import importlib.metadata as metadata
-own = metadata.version
-def version(name):
-    try:
-        return own(name)
-    except metadata.PackageNotFoundError:
-        return own("vllm-cpu") + "+cpu" if name == "vllm" else own(name)
-metadata.version = version
-from vllm.entrypoints.cli.main import main
-if __name__ == "__main__":
-    main()
-"""
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
