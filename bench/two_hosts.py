@@ -11,6 +11,7 @@ own engine on two such nodes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -23,9 +24,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-#: Addresses of the hosts, and the port of torchrun's rendezvous.
+#: Addresses of the hosts.
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-PORT = 29541
+#: Ports of torchrun's rendezvous, one a run: a worker of the next run could meet the store of the last one.
+PORTS = itertools.count(29541)
 RUN_S = 240
 NEW, LENGTH, PROMPTS = 24, 32, 8
 
@@ -103,11 +105,11 @@ def generation(where: Sequence[str], layout: str, model: Path) -> dict[str, Any]
         "f32",
     ]
     words += [word for prompt in prompts for word in ("--prompt-ids", prompt)]
-    running = []
+    running, port = [], str(next(PORTS))
     for number, host in enumerate(where):
         launch = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", str(2 // nodes),
-            "--node-rank", str(number), "--master-addr", ADDRESSES[0], "--master-port", str(PORT), "-m", "meshwright",
+            "--node-rank", str(number), "--master-addr", ADDRESSES[0], "--master-port", port, "-m", "meshwright",
         ]  # fmt: skip
         env = {**os.environ, "GLOO_SOCKET_IFNAME": end_of(host), "OMP_NUM_THREADS": "1"}
         running.append(
