@@ -31,8 +31,9 @@ from meshwright.prove.timing import bench_job, predicted_steps
 from meshwright.runtime.checkpoint import write_random
 from meshwright.runtime.folder import read_folder
 from meshwright.runtime.launch.local import run_local
-from meshwright.runtime.microbench import microbenches, step_seconds
+from meshwright.runtime.microbench import microbenches
 from meshwright.runtime.proof import ProofJob
+from meshwright.runtime.stepbench import step_seconds
 from meshwright.specs.layout import Layout
 from meshwright.specs.placement import place
 

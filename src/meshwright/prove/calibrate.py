@@ -22,7 +22,8 @@ from meshwright.ledger.calibrate import Calibration, fit
 from meshwright.ledger.schema import Ledger
 from meshwright.plan.machine_file import measured_cluster
 from meshwright.runtime.launch.local import MAX_LOCAL_RANKS, run_local
-from meshwright.runtime.microbench import SMALL, BenchJob, Core, Move, microbenches
+from meshwright.runtime.microbench import BenchJob, Core, Move, microbenches
+from meshwright.runtime.stepbench import SMALL
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.detect import detect
 from meshwright.specs.hf.read import model_from_config

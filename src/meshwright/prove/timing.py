@@ -21,8 +21,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.ledger.calibrate import Calibration, fit, pass_seconds
 from meshwright.ledger.schema import Entry, Ledger
 from meshwright.runtime.launch.local import run_local
-from meshwright.runtime.microbench import BenchJob, Core, Move, microbench, run_steps
+from meshwright.runtime.microbench import BenchJob, Core, Move, microbench
 from meshwright.runtime.proof import ProofJob
+from meshwright.runtime.stepbench import run_steps
 from meshwright.specs.placement import AXES, Placement
 
 #: Tokens that the timed run generates for every prompt.

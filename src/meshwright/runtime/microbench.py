@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.ledger.calibrate import COPY, duration_s
 from meshwright.ledger.schema import Entry, Ledger, Rank
+from meshwright.runtime.stepbench import small_step, together
 from meshwright.specs.placement import AXES, Placement
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwright.runtime.mesh import Group, Mesh
-    from meshwright.runtime.models.decoder import Decoder
-    from meshwright.runtime.proof import ProofJob
-    from meshwright.specs.profile import EngineProfile
 
 #: Seconds that one repetition lasts at least, and how many there are.
 SHORTEST_S, TIMES = 0.003, 3
@@ -39,23 +37,7 @@ MAX_FOOTPRINT_BYTES = 256 << 20
 COPY_BYTES = 64 << 20
 #: Layers of the two small models whose difference is a layer, and tokens they decode.
 FEW, MANY, STEPS = 2, 8, 40
-#: The small model.
-SMALL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 32,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
-#: Products of one of its layers, which are timed by themselves as its attention is.
+#: Products of a layer of the small model, which are timed by themselves as its attention is.
 SMALL_PRODUCTS = 7
 
 
@@ -116,7 +98,7 @@ def microbench(rank: int, job: BenchJob) -> Ledger:
     world = job.placement.layout.world
     with torch.inference_mode(), torch.device(device):
         entries = [*_moves(mesh, job.moves, dtype, job.dtype), *_messages(mesh)]
-        _together(mesh)
+        together(mesh)
         if job.alone:
             entries += _copies(dtype, job.dtype)
             entries += _products(job, dtype)
@@ -244,14 +226,6 @@ def core_entry(c: Core, dtype: str, size: int) -> Entry:
     return entry
 
 
-def _together(mesh: Mesh) -> None:
-    """Wait for all ranks."""
-    import torch.distributed as dist
-
-    if mesh.placement.layout.world > 1:
-        dist.barrier()
-
-
 def _moves(mesh: Mesh, moves: Sequence[Move], dtype: torch.dtype, name: str) -> Iterator[Entry]:
     """Every transfer over its group."""
     for move in moves:
@@ -261,7 +235,7 @@ def _moves(mesh: Mesh, moves: Sequence[Move], dtype: torch.dtype, name: str) -> 
         call = _call(move, group, dtype)
         if call is None:
             continue
-        _together(mesh)
+        together(mesh)
         hand_off = move.op in {"send", "recv"}
         like = Entry("", move.op, stream=move.axis, group=move.axis, dtype=name, payload_bytes=move.payload_bytes)
         # There and back again are two hand-offs.
@@ -319,7 +293,7 @@ def _messages(mesh: Mesh) -> Iterator[Entry]:
             store.get(f"bench/there/{number}")
             store.set(f"bench/back/{number}", "0")
 
-    _together(mesh)
+    together(mesh)
     yield from _timed(there_and_back, Entry("", "message"), CALLS, share=2)
 
 
@@ -329,7 +303,7 @@ def _driver(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
 
     from meshwright.runtime.models.parts import Linear
 
-    few, many = (_small_step(layers, job.placement.profile, dtype) for layers in (FEW, MANY))
+    few, many = (small_step(layers, STEPS, job.placement.profile, dtype) for layers in (FEW, MANY))
     linear = Linear(torch.zeros(16, 16, dtype=dtype))
     x = torch.zeros(1, 16, dtype=dtype)
     op_s = median((ended - began) / calls * 1e-9 for calls, began, ended in repeat(lambda: linear(x)))
@@ -341,71 +315,3 @@ def _driver(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
         ("pass", few - FEW * layer_s - op_s),
     ):
         yield Entry("", op, dtype=job.dtype, started_ns=0, ended_ns=max(1, round(seconds * 1e9)))
-
-
-def _small_step(layers: int, profile: EngineProfile, dtype: torch.dtype) -> float:
-    """Seconds of a decode step of the small model with so many layers: a median."""
-    import torch
-
-    from meshwright.runtime.checkpoint import own
-    from meshwright.runtime.mesh import Group, Mesh
-    from meshwright.runtime.models.decoder import Decoder
-    from meshwright.runtime.models.settings import read_settings
-    from meshwright.specs.hf.read import model_from_config
-    from meshwright.specs.layout import Layout
-    from meshwright.specs.placement import Coordinate, place
-
-    config = {**SMALL, "num_hidden_layers": layers}
-    placement = place(model_from_config(config, "small", "small"), Layout(), profile)
-    weights = {n: torch.full(s.shape, 0.01, dtype=dtype) for n, s in own(placement, Coordinate())}
-    alone = {axis: Group(axis, (0,), 0, None) for axis in (*AXES, "ep")}
-    mesh = Mesh(placement, 0, Coordinate(), torch.get_default_device(), alone)
-    decoder = Decoder(mesh, weights, read_settings(config, "small"), dtype)
-    return median(step_seconds(mesh, decoder, ((1, 2, 3, 4),), STEPS)[1:])
-
-
-def step_seconds(
-    mesh: Mesh, decoder: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int, micro_batches: int | None = None
-) -> list[float]:
-    """Seconds of the prefill and of every decode step after it, as the first micro-batch sees them.
-
-    On ranks that compute no logits the list is empty. The clock starts when all ranks of the mesh have come.
-    """
-    from meshwright.runtime.generate import generate
-    from meshwright.runtime.scope import where
-
-    seen: list[float] = []
-    compute = decoder.logits
-
-    def logits(x_SD: Tensor) -> Tensor | None:
-        out = compute(x_SD)
-        if not where().microbatch:
-            seen.append(time.perf_counter())
-        return out
-
-    decoder.logits = logits  # type: ignore[method-assign]
-    try:
-        _together(mesh)
-        began = time.perf_counter()
-        generate(mesh, decoder, prompts, new_tokens, micro_batches=micro_batches)
-    finally:
-        decoder.logits = compute  # type: ignore[method-assign]
-    return [b - a for a, b in zip([began, *seen], seen, strict=False)]
-
-
-def run_steps(rank: int, job: ProofJob) -> list[float]:
-    """Body of a rank: the generation of a proof, unrecorded, timed the second time."""
-    import torch
-
-    from meshwright.runtime.checkpoint import TORCH_DTYPES, load
-    from meshwright.runtime.folder import read_folder
-    from meshwright.runtime.mesh import build_mesh
-    from meshwright.runtime.models.decoder import Decoder
-
-    model, dtype = read_folder(job.folder), TORCH_DTYPES[job.dtype]
-    weights = load(model, job.placement, job.placement.coordinate(rank), dtype)
-    mesh = build_mesh(job.placement, rank)
-    decoder = Decoder(mesh, weights, model.settings, dtype)
-    with torch.inference_mode():
-        step_seconds(mesh, decoder, job.prompts, 2, job.micro_batches)
-        return step_seconds(mesh, decoder, job.prompts, job.new_tokens, job.micro_batches)
