@@ -178,8 +178,8 @@ def test_a_worker_that_dies_loses_only_its_file() -> None:
             os.kill(os.getpid(), 9)
         raise InputError(f"file {index}")
 
-    fr_pool.read_all(9, parse, lambda index, message, worker: taken.append(index), lost.append)
-    assert lost == [3]
+    fr_pool.read_all(9, parse, lambda index, message, worker: taken.append(index), lambda *failed: lost.append(failed))
+    assert lost == [(3, "its process was ended by signal 9")]
     assert sorted(taken) == [0, 1, 2, 4, 5, 6, 7, 8]
 
 

@@ -60,7 +60,9 @@ def _found(left: Path, name: str, target: Path) -> tuple[Finding, float]:
     for rank, word in enumerate(words):
         shutil.copy(left / name / f"{rank}.pt.trace.json", target / f"{word}.json")
     spent = [json.loads((left / name / f"seconds_{rank}.json").read_text()) for rank in range(RANKS)]
-    return judge(read_incident(target))[0], max(spent)
+    incident = read_incident(target)
+    assert len(incident.tracks) == RANKS, incident.lacks
+    return judge(incident)[0], max(spent)
 
 
 def _check(finding: Finding, name: str, spent: float) -> None:

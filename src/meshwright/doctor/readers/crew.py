@@ -40,11 +40,12 @@ def run(
     items: Sequence[int],
     work: Callable[[int], bytes],
     take: Callable[[int, int, bytes], None],
-    lost: Callable[[int], None],
+    lost: Callable[[int, str], None],
     limit_s: Callable[[int], float],
     tidy_every: int = 1,
 ) -> None:
-    """Have ``work(item)`` done for all items, ``take`` what came of each; ``lost`` gets those whose process failed.
+    """Have ``work(item)`` done for all items, ``take`` what came of each; ``lost`` gets those whose process failed,
+    and how it did.
 
     ``items`` are dealt out in their order, so the largest should stand first. ``work`` raises nothing but what ends
     its process; what it remembers from one item to the next is of its process, whose number ``take`` is told before
@@ -70,9 +71,10 @@ def run(
                 if not over and not late:
                     continue
                 workers.remove(worker)
-                _stop(worker)
+                end = _stop(worker)
                 if worker.done < len(worker.items):
-                    lost(worker.items[worker.done])
+                    item = worker.items[worker.done]
+                    lost(item, f"took longer than {limit_s(item):.0f} s" if late and not over else f"its process {end}")
                     rest = worker.items[worker.done + 1 :]
                     if rest:
                         start(rest)
@@ -94,6 +96,7 @@ def _work(items: Sequence[int], work: Callable[[int], bytes], tidy_every: int, p
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     faulthandler.disable()
     gc.disable()
+    gc.freeze()  # what is inherited is the parent's to finalize
     for place, item in enumerate(items, 1):
         message = work(item)
         view = memoryview(_HEAD.pack(item, len(message)) + message)
@@ -115,8 +118,9 @@ def _start(
                 os.close(pipe)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             _work(items, work, tidy_every, into)
-        finally:
             os._exit(0)
+        finally:
+            os._exit(1)
     os.close(into)
     return _Worker(number, pid, out, items)
 
@@ -133,9 +137,12 @@ def _messages(worker: _Worker) -> Iterator[tuple[int, bytes]]:
         yield index, message
 
 
-def _stop(worker: _Worker) -> None:
+def _stop(worker: _Worker) -> str:
+    """End the process, and how it had ended."""
     os.close(worker.pipe)
     with suppress(ProcessLookupError):
         os.kill(worker.pid, signal.SIGKILL)
     with suppress(ChildProcessError):
-        os.waitpid(worker.pid, 0)
+        code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+        return f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
+    return "ended"

@@ -72,8 +72,8 @@ class _Gatherer:
         self.dumps: dict[int, Dump] = {}
         self._shared: dict[tuple[str, bytes], array[int]] = {}
 
-    def lost(self, index: int) -> None:
-        self.incident.lack(f"{self.sources[index].name}: could not be read (it breaks the reader or takes too long)")
+    def lost(self, index: int, how: str) -> None:
+        self.incident.lack(f"{self.sources[index].name}: is left out, reading it failed: {how}")
 
     def fail(self, text: str) -> None:
         self.incident.lack(text)
@@ -148,7 +148,7 @@ def _read_here(index: int, source: Source, gatherer: _Gatherer) -> None:
             1,
             lambda i, t: parse(data, source.name, t),
             lambda i, m, n: gatherer.take(index, m, n),
-            lambda i: gatherer.lost(index),
+            lambda i, how: gatherer.lost(index, how),
         )
         return
     tables = Tables()

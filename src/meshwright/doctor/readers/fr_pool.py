@@ -61,12 +61,12 @@ def read_all(
     count: int,
     parse: Callable[[int, Tables], Dump],
     take: Callable[[int, Any, Numbers], None],
-    lost: Callable[[int], None],
+    lost: Callable[[int, str], None],
 ) -> None:
     """Have ``parse(index, tables)`` done for 0 ... count - 1 in forked processes.
 
     ``take(index, message, numbers)`` gets what came of each, with the numbers of its process's rows to add to;
-    ``lost(index)`` the files on which a process died or took longer than ``FILE_TIMEOUT_S``.
+    ``lost(index, how)`` the files on which a process died or took longer than ``FILE_TIMEOUT_S``.
     """
     numbers: dict[int, Numbers] = defaultdict(lambda: {"groups": [], "signatures": [], "stacks": []})
 

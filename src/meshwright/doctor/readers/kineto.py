@@ -89,8 +89,8 @@ def read_many(sources: Sequence[Source], incident: Incident) -> None:
         else:
             found[index] = track
 
-    def lost(index: int) -> None:
-        incident.lack(f"{sources[index].name}: reading it took too long or ended its process; it is left out")
+    def lost(index: int, how: str) -> None:
+        incident.lack(f"{sources[index].name}: is left out, reading it failed: {how}")
 
     sizes = [s.size if s.size is not None else 1 << 40 for s in sources]
     order = sorted(range(len(sources)), key=lambda i: -sizes[i])
