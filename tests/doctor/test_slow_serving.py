@@ -55,7 +55,7 @@ def test_time_in_the_queue_tells_without_a_queue_now(tmp_path: Path) -> None:
     finding = found(tmp_path, VLLM.format(running=8, waiting=0, usage=0.4, thrown=0, first=25.0))
     assert finding.kind == "queueing"
     assert "2 s of 2.5 s to the first token" in finding.headline
-    assert any("moves at 40 GB/s" in line for line in finding.evidence)
+    assert any("moves at 40.0 GB/s" in line for line in finding.evidence)
 
 
 @pytest.mark.parametrize("text", [VLLM, SGLANG])

@@ -55,13 +55,16 @@ def doctor(
     if path is None:
         raise InputError("doctor needs what the job left: meshwright doctor FOLDER (or --how: what to set beforehand)")
     from meshwright.doctor.judge import judge
+    from meshwright.doctor.peak import peaks_of
     from meshwright.doctor.readers.walk import read_incident
 
     if path.is_dir() and not any(name for _, _, names in os.walk(path) for name in names):
         raise InputError(f"{str(path)[:200]}: no file in it; the doctor needs dumps, logs or stacks of the job")
+    plan = _plan(against) if against is not None else None
     incident = read_incident(path, _Progress())
+    incident.peaks = peaks_of(plan) if plan is not None else None
     findings = judge(incident)
-    planned = _planned(against, incident) if against is not None else None
+    planned = _planned(plan, incident) if plan is not None else None
     if redact:
         from meshwright.doctor import redact as redaction
 
@@ -91,10 +94,16 @@ def doctor(
     raise typer.Exit(0 if findings[0].kind == "healthy" else 1)
 
 
-def _planned(path: Path, incident: Incident) -> Against:
-    from meshwright.doctor.against import compare, read_plan
+def _plan(path: Path) -> dict[str, Any]:
+    from meshwright.doctor.against import read_plan
 
-    return compare(incident, read_plan(path))
+    return read_plan(path)
+
+
+def _planned(plan: dict[str, Any], incident: Incident) -> Against:
+    from meshwright.doctor.against import compare
+
+    return compare(incident, plan)
 
 
 def _ladder(world: int, backend: str, limit_s: float, as_json: bool) -> NoReturn:

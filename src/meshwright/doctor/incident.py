@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from meshwright.doctor.job import Job
+    from meshwright.doctor.peak import Peaks
     from meshwright.doctor.slow_view import SlowView
+    from meshwright.ledger.schema import Entry
     from meshwright.ledger.tracks import Track
 
 #: States of a recorded call. UNKNOWN: the recorder does not tell, or it is over without anybody knowing how.
@@ -195,6 +197,8 @@ class Incident:
         jobs: operations of pipelined training jobs.
         timings: of NCCL's Inspector: (communicator, operation, number) -> place -> (microseconds, bytes, host).
         times: what follows from the tracks, made when it is first asked for (``slow_view.view_of``).
+        peaks: what the links carry, where a plan told it.
+        cache_calls: hand-offs of KV blocks in our ledgers, by rank; peers are global ranks, times Unix nanoseconds.
     """
 
     def __init__(self) -> None:
@@ -212,6 +216,8 @@ class Incident:
         self.jobs: list[Job] = []
         self.timings: dict[tuple[str, str, int], dict[int, tuple[int, int, str]]] = {}
         self.times: SlowView | None = None
+        self.peaks: Peaks | None = None
+        self.cache_calls: dict[int, list[Entry]] = {}
 
     def add_fact(
         self,

@@ -16,7 +16,7 @@ def tells_of_time(incident: Incident) -> bool:
     """Whether anything tells of time rather than of a hang."""
     timed = any(len(times) > 1 for times in incident.timings.values())
     serving = any(f.kind == "serving" for f in incident.facts)
-    return bool(incident.tracks or incident.jobs or timed or serving)
+    return bool(incident.tracks or incident.jobs or incident.cache_calls or timed or serving)
 
 
 def judge(incident: Incident) -> list[Finding]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.doctor import slow_comm, slow_host, slow_inspector, slow_job, slow_late, slow_serving
+from meshwright.doctor import slow_cache, slow_comm, slow_host, slow_inspector, slow_job, slow_late, slow_serving
 from meshwright.doctor.findings import Finding, ranks_text
 from meshwright.doctor.incident import Incident
 from meshwright.doctor.slow_advice import ADVICE
@@ -30,10 +30,15 @@ def diagnose(incident: Incident) -> list[Finding]:
     found += [*slow_serving.findings(incident), *slow_inspector.findings(incident)]
     if any(t.steps for t in incident.tracks) or (incident.tracks and not found):
         found += _of_tracks(view_of(incident))
+    found += slow_cache.findings(incident)
     healthy = [f for f in found if f.kind == "healthy"]
     found = [f for f in found if f.kind != "healthy"] or healthy[:1]
+    if not found and (moving := slow_cache.healthy(incident)) is not None:
+        found = [moving]
     if not found:
         found = [Finding("unknown", headline="nothing here says why the job is slow", advice=ADVICE["unknown"])]
+    cache = slow_cache.lines(incident)
+    found = [replace(f, evidence=(*f.evidence, *(line for line in cache if line not in f.evidence))) for f in found]
     lacks = tuple(incident.lacks[:20])
     return [replace(f, unknown=tuple(dict.fromkeys((*f.unknown, *lacks)))) for f in found[:MAX_FINDINGS]]
 

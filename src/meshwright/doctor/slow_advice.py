@@ -72,3 +72,10 @@ ADVICE: dict[str, tuple[str, ...]] = {
         "record_shapes=True), profiler.step() at the end of each step",
     ),
 }
+
+#: Of the transfer of the KV cache between prefill and decode.
+CACHE_ADVICE = (
+    "see which transport the connector took: RDMA (UCX_NET_DEVICES, UCX_TLS with rc; mooncake_protocol rdma; SGLang "
+    "--disaggregation-ib-device) and not TCP, a NIC beside each device, GPU Direct",
+    "send less: fp8 KV cache, prefix caching on the decode side, larger blocks (fewer descriptors a transfer)",
+)

@@ -145,9 +145,15 @@ def _gradient(view: SlowView, held: Sequence[Meeting]) -> float:
 
 
 def peak_bytes_s(view: SlowView) -> tuple[float, str] | None:
-    """What the link between devices of a node can carry one way, where the device is known and the job is in a node."""
+    """What the link that all ranks share can carry one way: of the plan's cluster where one was given; else of the
+    device that the traces name, while the job is in a node."""
     from meshwright.specs.atlas.devices import match_device
 
+    told = view.incident.peaks
+    if told is not None:
+        hosts = {t.host for t in view.tracks if t.host}
+        peak = told.inter if view.world > told.devices or len(hosts) > 1 else told.intra
+        return peak.bytes_s, peak.name
     names = {t.device for t in view.tracks if t.device}
     device = match_device(next(iter(names))) if len(names) == 1 else None
     hosts = {t.host for t in view.tracks if t.host}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
+from meshwright.doctor import slow_cache
 from meshwright.doctor.findings import Finding
 from meshwright.doctor.incident import Fact, Incident
 from meshwright.doctor.slow_advice import ADVICE
@@ -19,11 +20,7 @@ MIN_PREEMPTIONS = 1.0
 
 def findings(incident: Incident) -> list[Finding]:
     """One an engine: pressure on the KV cache before queueing, which follows from it; else healthy."""
-    by: dict[str, list[Fact]] = {}
-    for fact in incident.facts:
-        if fact.kind == "serving":
-            by.setdefault(str(fact.data.get("engine", "")), []).append(fact)
-    return [_engine(engine, facts) for engine, facts in by.items()]
+    return [_engine(engine, facts) for engine, facts in slow_cache.engines(incident).items()]
 
 
 def _value(fact: Fact, key: str) -> float | None:
@@ -36,18 +33,10 @@ def _mean(facts: Sequence[Fact], key: str) -> float | None:
     return mean(known) if known else None
 
 
-def _rise(facts: Sequence[Fact], key: str) -> float | None:
-    """How much a counter grew between scrapes; of a single one, all of it."""
-    known = [v for f in facts if (v := _value(f, key)) is not None]
-    if not known:
-        return None
-    return max(0.0, known[-1] - known[0]) if len(known) > 1 else known[0]
-
-
 def _engine(engine: str, facts: Sequence[Fact]) -> Finding:
     waiting, running = _mean(facts, "waiting") or 0.0, _mean(facts, "running") or 0.0
     usage = _mean(facts, "kv_usage")
-    thrown = _rise(facts, "preemptions") or 0.0
+    thrown = slow_cache.grown(facts, "preemptions") or 0.0
     queue, first = _mean(facts[-1:], "queue_s"), _mean(facts[-1:], "ttft_s")
     full = usage is not None and usage >= FULL
     queued = waiting >= MIN_WAITING or (queue is not None and first is not None and queue > QUEUE_SHARE * first > 0)
@@ -61,7 +50,7 @@ def _engine(engine: str, facts: Sequence[Fact]) -> Finding:
         kind,
         confidence="medium" if len(facts) < 3 else "high",
         headline=_headline(kind, engine, waiting, running, usage, thrown, queue, first),
-        evidence=(*(f"{f.text} ({f.source})" for f in facts[:4]), *_transfers(facts)),
+        evidence=tuple(f"{f.text} ({f.source})" for f in facts[:4]),
         unknown=() if len(facts) > 2 else ("how it goes on: several scrapes, some seconds apart",),
         advice=ADVICE[kind],
         numbers=tuple(numbers),
@@ -95,17 +84,3 @@ def _headline(
             f"{waiting:.0f} requests wait for {name} while {running:.0f} run; its KV cache is {cache} full.{in_queue}"
         )
     return f"{name} keeps up: {waiting:.0f} requests wait, {running:.0f} run, the KV cache is {cache} full"
-
-
-def _transfers(facts: Sequence[Fact]) -> list[str]:
-    """What moving the KV cache between prefill and decode reaches."""
-    last = facts[-1]
-    rate = _value(last, "kv_transfer_gb_s")
-    moved, took = _value(last, "kv_transfer_bytes_sum"), _value(last, "kv_transfer_s_sum")
-    if rate is None and moved and took:
-        rate = moved / took / 1e9
-    return (
-        [f"the KV cache moves at {rate:.3g} GB/s; compare with the link's peak (meshwright plan serve of two pools)"]
-        if rate
-        else []
-    )

@@ -210,6 +210,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "intra": plan.cluster.intra.name,
             "inter": plan.cluster.inter.name,
             "inter_assumed": plan.cluster.inter_assumed,
+            "intra_bytes_s": plan.cluster.intra.device_bandwidth_bytes_s(plan.cluster.devices_per_node),
+            "inter_bytes_s": plan.cluster.inter.device_bandwidth_bytes_s(plan.cluster.devices_per_node),
         },
         "engine": plan.engine,
         "workload": plain(plan.workload),

@@ -77,14 +77,17 @@ def as_text(findings: Sequence[Finding], incident: Incident | None = None, again
                 if len(lines) > MAX_LINES:
                     parts.append(f"  ... {len(lines) - MAX_LINES} more in --json")
     if incident is not None and incident.times is not None and incident.times.tracks:
-        from meshwright.report.slow import against_table, breakdown_table, collectives_table
+        from meshwright.report.slow import breakdown_table, collectives_table
 
         tables = [breakdown_table(incident.times)]
         if incident.times.meetings:
             tables.append(collectives_table(incident.times))
-        if against is not None:
-            tables.append(against_table(against))
         parts[at:at] = [part for made in tables for part in ("", made)]
+        at += 2 * len(tables)
+    if against is not None:
+        from meshwright.report.slow import against_table
+
+        parts[at:at] = ["", against_table(against)]
     if incident is not None:
         parts += ["", escape(read_line(incident))]
     return Group(*parts)

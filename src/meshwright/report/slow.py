@@ -75,7 +75,7 @@ def against_table(against: Against) -> Table:
     """Parts of the planned step beside the recorded one."""
     word = "within" if against.within else "outside"
     title = (
-        f"Step of {against.layout or 'the plan'}: planned {time_text(against.predicted_s)} "
+        f"{against.what} of {against.layout or 'the plan'}: planned {time_text(against.predicted_s)} "
         f"({time_text(against.low_s)} to {time_text(against.high_s)}), recorded {time_text(against.recorded_s)}: {word}"
     )
     made = table("part", "planned", "recorded", "difference", title=escape(title))

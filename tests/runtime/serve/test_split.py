@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 
 from meshwright import engines
+from meshwright.doctor import slow_cache
+from meshwright.doctor.readers.walk import read_incident
+from meshwright.ledger.store import write_jsonl
 from meshwright.moves.kv import head_widths
 from meshwright.runtime.folder import read_folder
 from meshwright.runtime.launch.local import run_local
@@ -89,7 +92,7 @@ def test_tokens_are_those_of_the_undivided_run_and_bytes_those_of_the_plan(
     assert sent == planned
 
 
-def test_a_prefix_that_the_decode_pool_has_is_not_sent_again(checkpoint: Callable[[str], Path]) -> None:
+def test_a_prefix_that_the_decode_pool_has_is_not_sent_again(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint("llama")
     served = split(folder, "tp=1", "tp=1", record=True)
 
@@ -102,6 +105,11 @@ def test_a_prefix_that_the_decode_pool_has_is_not_sent_again(checkpoint: Callabl
     assert served.ranks.results is not None
     sent = sum(e.payload_bytes for e in served.ranks.results[0].entries if e.name == "KV blocks")
     assert sent == (9 + 1 + 1) * 5 * 3 * 16 * 4
+    for rank, ledger in enumerate(served.ranks.results):
+        write_jsonl(ledger, tmp_path / f"{rank}.jsonl")
+    (moved,) = slow_cache.moved(read_incident(tmp_path))
+    assert (moved.ranks, moved.size_bytes) == ((0, 1), sent)
+    assert 0 < moved.busy_s < 60
 
 
 def test_where_the_decode_pool_runs_out_of_blocks_requests_wait_or_are_computed_again(

@@ -25,6 +25,8 @@ _RANKS = re.compile(r"\d{1,8}(?:-\d{1,8}(?::\d{1,8})?)?(?:,\d{1,8})*")
 #: The second group of the same ranks and so on, as ``runtime.c10d.twin`` tells them apart.
 _TWIN = re.compile(r" \(\d{1,6}\)$")
 _HAND_OFFS = ("send", "recv")
+#: What ``runtime.serve.handoff`` calls keys and values on their way from prefill to decode.
+CACHE_NAME = "KV blocks"
 
 
 def sniff(head: bytes, name: str) -> bool:
@@ -81,6 +83,7 @@ class _Rows:
         self.seen: dict[tuple[str, int], int] = {}
         self.groups: dict[str, int] = {}
         self.timed: list[Entry] = []
+        self.cache: list[Entry] = []
 
     def add(self, row: dict[str, Any]) -> None:
         """One entry of the ledger."""
@@ -119,10 +122,21 @@ class _Rows:
         )
         entry.enqueued_ns, entry.started_ns, entry.ended_ns = _int(row, "enqueued_ns"), _int(row, "started_ns"), ended
         entry.wire_bytes, entry.dtype = _int(row, "wire_bytes"), _str(row, "dtype", 40)
+        entry.layer = _int(row, "layer")
         members = ranks_of(group) if group is not None else ()
         if entry.peer is not None and op in _HAND_OFFS and members:
             entry.peer = members[entry.peer] if 0 <= entry.peer < len(members) else None
-        self.timed.append(entry)
+        if op in _HAND_OFFS and entry.name == CACHE_NAME:
+            self._shift(entry)
+            self.cache.append(entry)
+        else:
+            self.timed.append(entry)
+
+    def _shift(self, entry: Entry) -> None:
+        """To Unix time."""
+        entry.ended_ns = (entry.ended_ns or 0) + self.offset_ns
+        if entry.enqueued_ns is not None:
+            entry.enqueued_ns += self.offset_ns
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -181,6 +195,8 @@ def read(source: Source, incident: Incident) -> None:
     rows.trace.member_of = tuple(rows.groups.values())
     _complete(rows.trace, incident)
     incident.add_trace(rows.trace)
+    if rows.cache:
+        incident.cache_calls[rank] = rows.cache
     if rows.timed and all(t.rank != rank for t in incident.tracks):
         _add_track(rank, source, rows)
 

@@ -2,9 +2,11 @@
 
 Names: vLLM 0.4 to 0.32 (``vllm/v1/metrics/loggers.py``: ``num_requests_waiting``, ``gpu_cache_usage_perc``, since 0.10
 ``kv_cache_usage_perc``, ``num_preemptions_total``, ``request_queue_time_seconds``, ``time_to_first_token_seconds``,
-``nixl_xfer_time_seconds``, ``nixl_bytes_transferred``) and SGLang (``python/sglang/srt/metrics/collector.py``:
-``num_queue_reqs``, ``token_usage``, ``num_retracted_reqs``, ``queue_time_seconds``, ``kv_transfer_speed_gb_s``). One
-fact an engine and scrape; a file may hold several scrapes after each other.
+of connectors ``kv_connector/v1/nixl/stats.py`` and ``mooncake/store/metrics.py`` of 0.32: ``nixl_xfer_time_seconds``,
+``nixl_bytes_transferred``, ``mooncake_store_operation_bytes_total``) and SGLang (``srt/metrics/collector.py``, since
+0.5 ``srt/observability/metrics_collector.py``: ``num_queue_reqs``, ``token_usage``, ``num_retracted_reqs``,
+``queue_time_seconds``, ``kv_transfer_total_mb`` in MiB, ``kv_transfer_latency_ms``). One fact an engine and scrape; a
+file may hold several scrapes after each other.
 """
 
 from __future__ import annotations
@@ -40,8 +42,12 @@ _GAUGES = {
     "num_retracted_reqs": "preemptions",
     "gen_throughput": "tokens_s",
     "cache_hit_rate": "cache_hit_rate",
-    "kv_transfer_speed_gb_s": "kv_transfer_gb_s",
+    "kv_transfer_speed_gb_s": "kv_transfer_gib_s",
     "kv_transfer_latency_ms": "kv_transfer_ms",
+    "mooncake_store_operation_bytes_total": "kv_transfer_bytes_sum",
+    "nixl_num_failed_transfers_total": "kv_failed",
+    "nixl_num_kv_expired_reqs_total": "kv_expired",
+    "num_transfer_failed_reqs_total": "kv_failed",
 }
 _HISTOGRAMS = {
     "request_queue_time_seconds": "queue_s",
@@ -54,6 +60,9 @@ _HISTOGRAMS = {
     "request_decode_time_seconds": "decode_s",
     "nixl_xfer_time_seconds": "kv_transfer_s",
     "nixl_bytes_transferred": "kv_transfer_bytes",
+    "mooncake_store_operation_time_seconds": "kv_transfer_s",
+    "kv_transfer_latency_ms": "kv_transfer_ms",
+    "kv_transfer_total_mb": "kv_transfer_mb",
 }
 
 
