@@ -4,7 +4,8 @@
 2. Proofs: a generation and some optimizer steps on the device against the same on the CPU, in fp32.
 3. A model that fits, random weights: prefill and decode measured, and what the calibration said of them.
 
-The report goes to ``out/gpu/report.json``. One GPU proves nothing about NCCL across ranks.
+One deadline holds for all of it: every part is given what is left of it, and what no longer fits is reported as not
+run. The report goes to ``out/gpu/report.json``. One GPU proves nothing about NCCL across ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -38,7 +40,12 @@ from meshwright.specs.layout import Layout
 from meshwright.specs.placement import place
 
 OUT = Path("out/gpu")
-LIMIT_S = 480.0
+#: Seconds for everything; of them kept for ending ranks and writing the report; without which no part begins.
+LIMIT_S, RESERVE_S, LEAST_S = 480.0, 10.0, 3.0
+#: Share of what is left that the calibration may take, so that the proofs come to their turn.
+CALIBRATING = 0.6
+#: Seconds that the large model must have left: its weights are made in this process, which nobody ends.
+LARGE_S = 90.0
 #: A Llama of 1.2 billion parameters (the shape of Llama-3.2-1B), and one for the CPU.
 LARGE = {
     **SMALL, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -50,6 +57,54 @@ LOADS = ((1, 512), (8, 512))
 NEW_TOKENS = 16
 #: Largest distance of a logit or a loss in fp32 between the devices, over its size.
 CLOSE = 2e-3
+
+
+class NotRun(MeshwrightError):
+    """A part for which no time was left."""
+
+
+@dataclass(slots=True)
+class Deadline:
+    """The time that all parts share, and what became of each.
+
+    Attributes:
+        limit_s: from the beginning to the end. parts: state (``done``, ``not run``, ``failed``), seconds and why.
+        until: when what was last allowed to run is cut off.
+    """
+
+    limit_s: float
+    began: float = field(default_factory=time.perf_counter)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    until: float = float("inf")
+
+    def left_s(self, least_s: float = LEAST_S, share: float = 1.0) -> float:
+        """Seconds that a part may still take: this share of all that are left.
+
+        Raises:
+            NotRun: fewer than ``least_s``.
+        """
+        left = self.began + self.limit_s - RESERVE_S - time.perf_counter()
+        if left < least_s:
+            raise NotRun(f"{max(0.0, left):.0f} s left of {self.limit_s:.0f}, it needs {least_s:.0f}")
+        self.until = time.perf_counter() + left * share
+        return left * share
+
+    def run(self, name: str, part: Callable[[], Any]) -> Any:
+        """What a part returns; None where it was not run, was cut off or failed, which ``parts`` tells."""
+        start = time.perf_counter()
+        state, why, out = "done", "", None
+        try:
+            out = part()
+        except InputError:
+            raise
+        except NotRun as error:
+            state, why = "not run", str(error)
+        except MeshwrightError as error:
+            over = time.perf_counter() >= self.until
+            state, why = ("not run", "cut off, its time was over") if over else ("failed", str(error)[:300])
+        seconds = round(time.perf_counter() - start, 1)
+        self.parts[name] = {"state": state, "seconds": seconds, **({"why": why} if why else {})}
+        return out
 
 
 def job_of(folder: str, prompts: int, tokens: int, dtype: str) -> ProofJob:
@@ -86,12 +141,13 @@ def same(ours: list[list[float]], theirs: list[list[float]]) -> float:
     return max(abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)) / most
 
 
-def proofs(folder: str, device: str) -> list[dict[str, Any]]:
+def proofs(folder: str, device: str, deadline: Deadline) -> list[dict[str, Any]]:
     """The device against the CPU in fp32."""
     job = job_of(folder, 2, 24, "f32")
-    sides = [run_local(generated, 1, (job, where), LIMIT_S)[0] for where in ("cpu", device)]
+    sides = [run_local(generated, 1, (job, where), deadline.left_s())[0] for where in ("cpu", device)]
     case = TrainCase(folder, job.placement, 64, 4, "cpu")
-    steps = [run_local(train_steps, 1, (replace(case, device=where),), LIMIT_S)[0] for where in ("cpu", device)]
+    cases = [replace(case, device=where) for where in ("cpu", device)]
+    steps = [run_local(train_steps, 1, (one,), deadline.left_s())[0] for one in cases]
     losses = [[loss for _, loss in side] for side in steps]
     off = max(abs(a - b) / abs(a) for a, b in zip(*losses, strict=True))
     far = same(sides[1][1], sides[0][1])
@@ -101,15 +157,15 @@ def proofs(folder: str, device: str) -> list[dict[str, Any]]:
     ]
 
 
-def timed(folder: str, device: str, dtype: str, prompts: int, tokens: int) -> dict[str, Any]:
+def timed(folder: str, device: str, dtype: str, prompts: int, tokens: int, deadline: Deadline) -> dict[str, Any]:
     """Prefill and decode, measured and predicted by the shapes of this model on this device."""
     from meshwright.ledger.calibrate import fit
 
     job = job_of(folder, prompts, tokens, dtype)
     said = predict(Request(folder, "tp=1", prompts, tokens, NEW_TOKENS, dtype))
     shapes = replace(bench_job(job, said), device=device)
-    c = fit(run_local(microbenches, 1, ((shapes,),), LIMIT_S)[0][0])
-    seconds = run_local(generated, 1, (job, device), LIMIT_S)[0][0]
+    c = fit(run_local(microbenches, 1, ((shapes,),), deadline.left_s())[0][0])
+    seconds = run_local(generated, 1, (job, device), deadline.left_s())[0][0]
     steps = predicted_steps(c, said, job.placement)
     return {
         "prompts": prompts,
@@ -121,60 +177,86 @@ def timed(folder: str, device: str, dtype: str, prompts: int, tokens: int) -> di
     }
 
 
-def check(device: str, out: Path, *, tiny: bool = False) -> dict[str, Any]:
+def calibrated(device: str, out: Path, deadline: Deadline, *, tiny: bool) -> Measured:
+    """The calibration, and its cluster file in ``out``."""
+    found = calibrate_here(
+        ranks=1,
+        device=device,
+        dtypes=("f32",) if device == "cpu" else None,
+        quick=tiny,
+        timeout_s=deadline.left_s(share=CALIBRATING),
+        say=lambda text: print(f"... {text}"),
+    )
+    write(found.cluster, found.calibration, out / "here.toml", found.remarks)
+    return found
+
+
+def check(device: str, out: Path, *, tiny: bool = False, limit_s: float = LIMIT_S) -> dict[str, Any]:
     """All of it; the report as it is written.
 
     Args:
         device: ``cuda``; ``cpu`` to try the program itself. out: folder. tiny: a small model and few shapes.
+        limit_s: bound on everything together.
 
     Raises:
-        InputError: no such device. RankError: a part failed or took too long.
+        InputError: no such device.
     """
-    began = time.perf_counter()
-    dtypes = ("f32",) if device == "cpu" else None
-    found: Measured = calibrate_here(
-        ranks=1, device=device, dtypes=dtypes, quick=tiny, timeout_s=LIMIT_S, say=lambda text: print(f"... {text}")
-    )
+    deadline = Deadline(limit_s)
     out.mkdir(parents=True, exist_ok=True)
-    write(found.cluster, found.calibration, out / "here.toml", found.remarks)
+    found: Measured | None = deadline.run("calibrate", lambda: calibrated(device, out, deadline, tiny=tiny))
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="meshwright-gpu-") as scratch:
         small, large = Path(scratch) / "small", Path(scratch) / "large"
         write_random(TINY, small, seed=3)
-        proven = proofs(str(small), device)
-        if not tiny:
-            write_random(LARGE, large, seed=3)
+        proven = deadline.run("proofs", lambda: proofs(str(small), device, deadline)) or []
         model, dtype = (small, "f32") if tiny else (large, "bf16")
-        rows = [timed(str(model), device, dtype, *load) for load in (((1, 16),) if tiny else LOADS)]
+        for prompts, tokens in ((1, 16),) if tiny else LOADS:
+
+            def part(prompts: int = prompts, tokens: int = tokens) -> dict[str, Any]:
+                if not model.exists():
+                    deadline.left_s(LARGE_S)
+                    write_random(LARGE, large, seed=3)
+                return timed(str(model), device, dtype, prompts, tokens, deadline)
+
+            row = deadline.run(f"times of {prompts} x {tokens} tokens", part)
+            rows += [row] if row is not None else []
     report = {
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": found.calibration.machine,
-        "device": found.cluster.device.name,
-        "ok": all(p["ok"] for p in proven),
+        "machine": found.calibration.machine if found is not None else None,
+        "device": found.cluster.device.name if found is not None else device,
+        "ok": bool(proven) and all(p["ok"] for p in proven) and not _failed(deadline),
+        "parts": deadline.parts,
         "proofs": proven,
         "times": rows,
-        "error_of_fit": dict(found.calibration.error),
-        "seconds": round(time.perf_counter() - began, 1),
+        "error_of_fit": dict(found.calibration.error) if found is not None else {},
+        "limit_s": limit_s,
+        "seconds": round(time.perf_counter() - deadline.began, 1),
         "says_nothing_of": "NCCL across ranks: one device was used",
     }
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
+def _failed(deadline: Deadline) -> bool:
+    return any(part["state"] == "failed" for part in deadline.parts.values())
+
+
 def main() -> int:
-    """Exit 0: proven; 1: a proof failed; 2: no device."""
+    """Exit 0: proven; 1: a proof failed, or was not run for lack of time; 2: no device."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a small model and few shapes")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for all of it")
     given = parser.parse_args()
     try:
-        report = check(given.device, given.out, tiny=given.tiny)
+        report = check(given.device, given.out, tiny=given.tiny, limit_s=given.limit)
     except InputError as error:
         sys.stderr.write(f"gpu-check: {error}\n")
         return 2
-    except MeshwrightError as error:
-        sys.stderr.write(f"gpu-check: {error}\n")
-        return 1
+    for name, part in report["parts"].items():
+        if part["state"] != "done":
+            print(f"{part['state']:8}{name}: {part['why']}")
     for proof in report["proofs"]:
         print(f"{'ok' if proof['ok'] else 'NOT ok':7}{proof['what']}: {proof['distance']:.1e} apart")
     for row in report["times"]:

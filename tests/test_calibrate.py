@@ -40,7 +40,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_this_machine_is_measured_and_planned_on(here: Path) -> None:
     cluster, c = parse_cluster(str(here)), read(here)
     assert cluster.device.driver is not None
-    assert {m.work for m in cluster.device.measured} == {"dense", "attention"}
+    assert {m.work for m in cluster.device.measured} >= {"dense", "attention"}
     assert {(m.op, m.ranks) for m in cluster.intra.measured} >= {("all_reduce", 2), ("send", 2), ("all_to_all", 2)}
     assert {(t.op, t.knots) for t in c.transfers} == {(m.op, m.knots) for m in cluster.intra.measured}
     assert cluster.device.bandwidth_bytes_s == pytest.approx(c.bandwidth_bytes_s, rel=1e-4)
@@ -161,6 +161,40 @@ def test_gpu_check_on_the_cpu(tmp_path: Path) -> None:
     assert report["ok"]
     assert [row["decode_s"] > 0 and row["predicted_decode_s"] > 0 for row in report["times"]] == [True]
     assert json.loads((tmp_path / "report.json").read_text())["says_nothing_of"].startswith("NCCL")
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 11.0])
+def test_gpu_check_ends_at_its_deadline(tmp_path: Path, limit_s: float) -> None:
+    """What does not fit is not run, and the report says so; nothing is proven then."""
+    import time
+
+    from bench.gpu_check import RESERVE_S, check
+
+    began = time.perf_counter()
+    report = check("cpu", tmp_path, tiny=True, limit_s=limit_s)
+    assert time.perf_counter() - began < max(limit_s, RESERVE_S)
+    assert json.loads((tmp_path / "report.json").read_text())["parts"] == report["parts"]
+    assert [p["state"] for p in report["parts"].values()] == ["not run"] * 3
+    assert (report["ok"], report["proofs"], report["times"]) == (False, [], [])
+
+
+def test_a_part_that_is_cut_off_was_not_run_and_one_that_fails_failed() -> None:
+    import time
+
+    from bench.gpu_check import RESERVE_S, Deadline
+
+    from meshwright.runtime.launch.local import RankError
+
+    def fails(deadline: Deadline, takes: float) -> None:
+        assert deadline.left_s(0.0, share=0.5) <= 0.05
+        time.sleep(takes)
+        raise RankError("a rank failed")
+
+    for takes, state in ((0.06, "not run"), (0.0, "failed")):
+        deadline = Deadline(RESERVE_S + 0.1)
+        assert deadline.run("part", lambda d=deadline, t=takes: fails(d, t)) is None  # type: ignore[misc]
+        assert deadline.parts["part"]["state"] == state
+        assert deadline.run("another", lambda: 3) == 3
 
 
 def test_gpu_check_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
