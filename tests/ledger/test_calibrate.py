@@ -20,6 +20,7 @@ from meshwright.ledger.calibrate import (
     interpolated,
     line,
     pass_seconds,
+    passed_bytes,
     sizes_of,
 )
 from meshwright.ledger.calibration_file import MAX_FILE_BYTES, as_dict, from_dict, read, write
@@ -122,6 +123,20 @@ def test_passes_are_sums_with_the_driver(fitted: Calibration) -> None:
     assert plain == {key: pytest.approx(6 * fitted.seconds(replace(rows[0], count=1)))}
     whole = pass_seconds(fitted, rows, {})
     assert whole[key] - plain[key] == pytest.approx(fitted.pass_s + 2 * fitted.layer_s)
+
+
+def test_what_lies_between_products_takes_their_inputs_and_outputs(fitted: Calibration) -> None:
+    ledger = machine()
+    ledger.entries.append(timed("light", 1e-3, payload_bytes=2_000_000))
+    c = fit(ledger)
+    assert (fitted.light_bytes_s, c.light_bytes_s) == (0.0, pytest.approx(2e9))
+    rows = [replace(machine_product(16, 1024, 512), step=0, microbatch=0, count=3)]
+    experts = replace(rows[0], shapes=((16, 1024), (8, 1024, 512)), payload_bytes=2 * (16 * 1536 + 8 * 1024 * 512))
+    assert passed_bytes(rows[0]) == pytest.approx(4 * 16 * (1024 + 512))
+    assert passed_bytes(experts) == pytest.approx(2 * 16 * (1024 + 512)), "the width of an element is that of the entry"
+    more = pass_seconds(c, rows, {})["rank0", 0, 0] - pass_seconds(fitted, rows, {})["rank0", 0, 0]
+    assert more == pytest.approx(3 * 4 * 16 * 1536 / 2e9)
+    assert from_dict(as_dict(c)) == c
 
 
 @given(

@@ -33,6 +33,8 @@ from meshwright.ledger.schema import Entry, Ledger
 WORK = ("matmul", "attention")
 #: Ops that say what drives the device, and the field of ``Calibration`` that they become (in the order of its fields).
 DRIVING = {"launch": "launch_s", "layer": "layer_s", "pass": "pass_s", "message": "message_s"}
+#: Op of entries that are what happens between products (norm, rotation, activation, residual): time and bytes.
+LIGHT = "light"
 #: Op of entries that only move memory.
 COPY = "copy"
 #: A transfer that was not measured is timed as another that moves bytes alike.
@@ -103,6 +105,8 @@ class Calibration:
         flops_s: best rate by dtype. bandwidth_bytes_s: best rate of memory, of one rank.
         launch_s: smallest operation on the device. layer_s, pass_s: of the driver, for a layer and for a pass.
         message_s: a message to all ranks of a replica.
+        light_bytes_s: rate at which inputs and outputs of products pass through what lies between products (norm,
+            rotation, activation, residual); 0: not measured.
         work: efficiencies. transfers: collectives and hand-offs.
         error: of the fit, by kind: median relative distance when each sample in turn is left out.
     """
@@ -115,6 +119,7 @@ class Calibration:
     layer_s: float = 0.0
     pass_s: float = 0.0
     message_s: float = 0.0
+    light_bytes_s: float = 0.0
     work: tuple[Sample, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     error: Mapping[str, float] = field(default_factory=dict)
@@ -234,7 +239,8 @@ def fit(ledger: Ledger) -> Calibration:
         raise InputError(f"the ledger has no {missing} with times; measure with `runtime.microbench`")
     launch, layer, each, message = (_median_of(timed, op) for op in DRIVING)
     ranks = _int(ledger.meta, "ranks", 1)
-    base = Calibration(ledger.meta.get("machine", "unknown"), ranks, flops, moved, launch, layer, each, message)
+    light = median([(e.payload_bytes or 0) / t for e, t in timed if e.op == LIGHT] or [0.0])
+    base = Calibration(ledger.meta.get("machine", "unknown"), ranks, flops, moved, launch, layer, each, message, light)
     work = tuple(
         Sample(op, dtype, e.phase, sizes, base.roofline(e.flops or 0, e.payload_bytes or 0, dtype) / t)
         for (op, dtype, _, sizes), (e, t) in _medians(timed).items()
@@ -317,6 +323,15 @@ def _errors(work: Sequence[Sample]) -> dict[str, float]:
     return {op: median(found) for op, found in out.items()}
 
 
+def passed_bytes(entry: Entry) -> float:
+    """Bytes of a product's input and output, which pass through what lies between products; 0 of other entries."""
+    if entry.op != "matmul" or not entry.shapes or len(entry.shapes) < 2:
+        return 0.0
+    left, right = entry.shapes[:2]
+    passed = left[0] * (left[-1] + right[-1])
+    return (entry.payload_bytes or 0) * passed / (passed + prod(right))
+
+
 def pass_seconds(
     c: Calibration, entries: Iterable[Entry], groups: Mapping[str, int], *, driver: bool = True
 ) -> dict[tuple[str, int | None, int | None], float]:
@@ -324,7 +339,7 @@ def pass_seconds(
 
     Args:
         c: the machine. entries: predicted or recorded. groups: members of every group.
-        driver: add the time of the driver for layers and passes.
+        driver: add the time of the driver for layers and passes, and of what lies between products.
     """
     out: dict[tuple[str, int | None, int | None], float] = {}
     layers: dict[tuple[str, int | None, int | None], set[int]] = {}
@@ -332,6 +347,8 @@ def pass_seconds(
         key = e.rank_class, e.step, e.microbatch
         # Sending does not wait: the receiver has the time of a hand-off.
         took = c.launch_s if e.op == "send" else c.seconds(e, groups.get(e.group or "", 1))
+        if driver and c.light_bytes_s:
+            took += passed_bytes(e) / c.light_bytes_s * e.count
         out[key] = out.get(key, 0.0) + took
         if e.layer is not None:
             layers.setdefault(key, set()).add(e.layer)

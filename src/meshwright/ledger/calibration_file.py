@@ -34,7 +34,7 @@ def from_dict(raw: Mapping[str, Any], where: str = "calibration") -> Calibration
         made = {f.name: raw[f.name] for f in fields(Calibration) if f.name in raw}
         for name in ("flops_s", "error"):
             made[name] = {str(k): _positive(v) for k, v in dict(made.get(name, {})).items()}
-        for name in ("bandwidth_bytes_s", *DRIVING.values()):
+        for name in ("bandwidth_bytes_s", "light_bytes_s", *DRIVING.values()):
             made[name] = _positive(made.get(name, 0.0))
         made["ranks"] = int(made["ranks"])
         made["machine"] = str(made["machine"])[:200]

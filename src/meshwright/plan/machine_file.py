@@ -78,6 +78,8 @@ def shares(c: Calibration) -> Iterable[MeasuredShare]:
             bound[_intensity(s) > BEYOND_RIDGE * ridge].append(s.efficiency)
         computing, reading = bound[True] or bound[False], bound[False] or bound[True]
         yield MeasuredShare(CLASSES[op], dtype, min(median(reading), 10.0), min(median(computing), 10.0))
+    if c.light_bytes_s:
+        yield MeasuredShare("passes", "f32", min(c.light_bytes_s / c.bandwidth_bytes_s, 1.0), 1.0)
 
 
 def _by_kind(work: Sequence[Sample]) -> dict[tuple[str, str], list[Sample]]:

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 from meshwright.plan.pipeline_time import pipeline_seconds
 from meshwright.plan.timing.collective import is_calibrated
-from meshwright.plan.timing.compute import efficiency, unit_dtype
+from meshwright.plan.timing.compute import efficiency, measured_passes, unit_dtype
 from meshwright.plan.timing.estimate import Seconds, Word, spread
+from meshwright.plan.timing.step_time import DENSE_LAUNCHES
 from meshwright.plan.train_engine import TrainEngine
 from meshwright.plan.training_time_work import DataWork, RankWork, StepWork, Work, distinct, product_peak, step_work
 from meshwright.specs.cluster import Cluster, Device
@@ -155,11 +156,13 @@ class Rates(NamedTuple):
         weights: seconds of work for each second at the peaks, field by field of ``Work``; ``kernels`` and
             ``mixtures``: seconds of the host for each.
         step_s: of a step beside everything else. contention: slow-down of compute by collectives that it hides.
+        serial: the host is the device (CPU ranks): its launches hide behind nothing.
     """
 
     weights: Work
     step_s: float
     contention: float
+    serial: bool = False
 
 
 def rates(c: Constants, device: Device, software: Software) -> Rates:
@@ -183,6 +186,9 @@ def rates(c: Constants, device: Device, software: Software) -> Rates:
         attention = 1.0 / efficiency(device, "attention", software.compute).compute
     moved = drift / STREAM
     passes = moved * c["passes"] * (c["passes.low"] if low else 1.0)
+    share, driver = measured_passes(device), device.driver
+    if share:
+        passes = 1.0 / share
     weights = Work(
         dense=dense / blocks,
         dense_shape=dense / blocks * c["ramp"],
@@ -197,7 +203,7 @@ def rates(c: Constants, device: Device, software: Software) -> Rates:
         routed=passes * c["routed"] * mixture,
         inner=passes * c["inner"] * mixture,
         groups=c["group"] * mixture,
-        kernels=c["kernel"] * mixture,
+        kernels=driver.layer_s / DENSE_LAUNCHES if driver is not None else c["kernel"] * mixture,
         mixtures=c["mixture"] * mixture,
         tp=c["exposed.tp"] if software.async_tp else 1.0,
         cp=c["exposed.cp"],
@@ -205,7 +211,8 @@ def rates(c: Constants, device: Device, software: Software) -> Rates:
         pp=1.0,
         pp_beside=c["exposed.pp"],
     )
-    return Rates(weights, c["step"], c["contention"])
+    step_s = c["step"] if driver is None else driver.pass_s
+    return Rates(weights, step_s, c["contention"], serial=device.kind == "cpu")
 
 
 #: Fields of ``Work`` by the part of a step that shows them.
@@ -229,12 +236,13 @@ def work_seconds(w: Work, r: Rates) -> dict[str, float]:
     """Seconds of one micro-batch on one rank, by part.
 
     The host launches while the device works: both go on side by side, and where they take about as long neither hides
-    the other fully (a p-norm, as at the corner of a roofline); ``launch`` is what the host adds.
+    the other fully (a p-norm, as at the corner of a roofline); ``launch`` is what the host adds. On CPU ranks it is
+    all that the host spends.
     """
     of = {name: a * b for name, a, b in zip(Work._fields, w, r.weights, strict=True)}
     parts = {part: sum(of[name] for name in names) for part, names in SHOWN.items()}
     device, host = sum(parts.values()), sum(of[name] for name in HOST)
-    parts["launch"] = (device**CORNER + host**CORNER) ** (1 / CORNER) - device
+    parts["launch"] = host if r.serial else (device**CORNER + host**CORNER) ** (1 / CORNER) - device
     return parts
 
 

@@ -303,7 +303,8 @@ class OpCounter:
     def _passes(self, op: Op, of_experts: bool, sums: dict[str, float]) -> None:
         """Bytes of a product's input and output: of experts apart for the width of the model and for their own."""
         (rows, entering), leaving = op.shapes[0], op.shapes[1][-1]
-        each = rows * 2 * op.repeats / self.cluster.device.bandwidth_bytes_s
+        width = 4 if self.train.param_dtype == "f32" else 2  # layers that multiply in fewer bits read and write 16
+        each = rows * width * op.repeats / self.cluster.device.bandwidth_bytes_s
         if not of_experts:
             sums["passes"] += each * (entering + leaving)
             return

@@ -41,11 +41,13 @@ def show(cluster: Cluster, c: Calibration, out: Path | None) -> None:
         rates = table("rate", "best", "share in the median")
         for dtype, flops in c.flops_s.items():
             for m in cluster.device.measured:
-                if m.dtype == dtype:
+                if m.dtype == dtype and m.work != "passes":
                     what = "products" if m.work == "dense" else m.work
                     share = f"{m.compute:.0%} of it, {m.memory:.0%} of memory"
                     rates.add_row(f"{what} {dtype}", f"{flops / 1e9:,.1f} GFLOP/s", share)
         rates.add_row("memory of one rank", f"{c.bandwidth_bytes_s / 1e9:,.1f} GB/s", "")
+        if c.light_bytes_s:
+            rates.add_row("between products", f"{c.light_bytes_s / 1e9:,.1f} GB/s", "")
         for what, value in (("launch", c.launch_s), ("layer", c.layer_s), ("pass", c.pass_s), ("message", c.message_s)):
             rates.add_row(f"driver: a {what}", f"{value * 1e6:,.1f} us", "")
         page.print(rates)

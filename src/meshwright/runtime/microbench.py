@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.ledger.calibrate import COPY, duration_s
+from meshwright.ledger.calibrate import COPY, LIGHT, duration_s, sizes_of
 from meshwright.ledger.schema import Entry, Ledger, Rank
-from meshwright.runtime.stepbench import small_step, together
+from meshwright.runtime.stepbench import PROMPT, small_steps, together
 from meshwright.specs.placement import AXES, Placement
 
 if TYPE_CHECKING:
@@ -29,16 +29,20 @@ if TYPE_CHECKING:
 
 #: Seconds that one repetition lasts at least, and how many there are.
 SHORTEST_S, TIMES = 0.003, 3
-#: Calls of a transfer in one repetition; fixed, because both sides count them.
-CALLS = 12
+#: Calls of a transfer in one repetition, and repetitions of small and large ones; fixed, because both sides count them.
+#: A rank that the system puts aside for a moment makes a transfer many times slower: their median needs many.
+CALLS, MOVE_TIMES, LARGE_TIMES, LARGE_BYTES = 12, 15, 5, 4 << 20
 #: Largest stretch of memory that products walk through.
 MAX_FOOTPRINT_BYTES = 256 << 20
 #: Memory traffic is measured on so much: beyond the caches.
 COPY_BYTES = 64 << 20
 #: Layers of the two small models whose difference is a layer, and tokens they decode.
 FEW, MANY, STEPS = 2, 8, 40
-#: Products of a layer of the small model, which are timed by themselves as its attention is.
-SMALL_PRODUCTS = 7
+#: Products of a layer of the small model and how many of each, its head, and the bytes of its weights in f32; they are
+#: timed by themselves as its attention is.
+SMALL_PRODUCTS = {(1, 256, 256): 2, (1, 256, 128): 2, (1, 256, 1024): 2, (1, 1024, 256): 1}
+SMALL_HEAD = 1, 256, 32
+SMALL_BYTES = 24 << 20
 
 
 class Core(NamedTuple):
@@ -96,14 +100,14 @@ def microbench(rank: int, job: BenchJob) -> Ledger:
     device = own_device(job.device, rank)
     mesh = build_mesh(job.placement, rank, device)
     world = job.placement.layout.world
-    with torch.inference_mode(), torch.device(device):
+    with torch.inference_mode():  # and no torch.device as a context, which each call of torch would pay for
         entries = [*_moves(mesh, job.moves, dtype, job.dtype), *_messages(mesh)]
         together(mesh)
         if job.alone:
-            entries += _copies(dtype, job.dtype)
-            entries += _products(job, dtype)
-            entries += _cores(job, dtype)
-            entries += _driver(job, dtype)
+            entries += _copies(dtype, job.dtype, mesh.device)
+            entries += _products(job, dtype, mesh.device)
+            entries += _cores(job, dtype, mesh.device)
+            entries += _driver(job, dtype, mesh.device)
     for entry in entries:
         entry.rank_class, entry.source, entry.state = f"rank{rank}", "record", "completed"
     meta = {"machine": machine(), "ranks": str(world), "torch": str(torch.__version__)}
@@ -122,8 +126,8 @@ def machine() -> str:
     return f"{platform.system()} {platform.machine()}, {usable} CPUs"
 
 
-def repeat(call: Callable[[], object], calls: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """``(calls, began, ended)`` of ``TIMES`` repetitions in ns; ``calls`` None: as many as last ``SHORTEST_S``."""
+def repeat(call: Callable[[], object], calls: int | None = None, times: int = TIMES) -> Iterator[tuple[int, int, int]]:
+    """``(calls, began, ended)`` of ``times`` repetitions in ns; ``calls`` None: as many as last ``SHORTEST_S``."""
     call()
     if calls is None:
         call()
@@ -133,7 +137,7 @@ def repeat(call: Callable[[], object], calls: int | None = None) -> Iterator[tup
         _settle()
         calls = max(1, round(SHORTEST_S / max(time.perf_counter() - began, 1e-7)))
     _settle()
-    for _ in range(TIMES):
+    for _ in range(times):
         began_ns = time.monotonic_ns()
         for _ in range(calls):
             call()
@@ -149,17 +153,19 @@ def _settle() -> None:
         torch.cuda.synchronize()
 
 
-def _timed(call: Callable[[], object], like: Entry, calls: int | None = None, share: int = 1) -> Iterator[Entry]:
+def _timed(
+    call: Callable[[], object], like: Entry, calls: int | None = None, share: int = 1, times: int = TIMES
+) -> Iterator[Entry]:
     """Entries as ``like`` with the times of a call; ``share``: how many of the entry a call is."""
-    for count, began, ended in repeat(call, calls):
+    for count, began, ended in repeat(call, calls, times):
         yield replace(like, count=count * share, started_ns=began, ended_ns=ended)
 
 
-def _copies(dtype: torch.dtype, name: str) -> Iterator[Entry]:
+def _copies(dtype: torch.dtype, name: str, device: torch.device) -> Iterator[Entry]:
     """Bytes read and written by a copy, and the smallest op there is."""
     import torch
 
-    source = torch.zeros(COPY_BYTES // dtype.itemsize, dtype=dtype)
+    source = torch.zeros(COPY_BYTES // dtype.itemsize, dtype=dtype, device=device)
     target = torch.empty_like(source)
     like = Entry("", COPY, stream="compute", shapes=(tuple(source.shape),), dtype=name, payload_bytes=2 * COPY_BYTES)
     yield from _timed(lambda: target.copy_(source), like)
@@ -167,7 +173,7 @@ def _copies(dtype: torch.dtype, name: str) -> Iterator[Entry]:
     yield from _timed(lambda: one.add_(1), Entry("", "launch", stream="compute"))
 
 
-def _products(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
+def _products(job: BenchJob, dtype: torch.dtype, device: torch.device) -> Iterator[Entry]:
     """Products with weights that follow one another in memory, as those of a pass do."""
     import torch
 
@@ -175,11 +181,12 @@ def _products(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
 
     size = dtype.itemsize
     largest = max((k * n * size for _, k, n in job.products), default=0)
-    stretch = torch.full((max(largest, min(job.footprint_bytes, MAX_FOOTPRINT_BYTES)) // size,), 0.01, dtype=dtype)
+    elements = max(largest, min(job.footprint_bytes, MAX_FOOTPRINT_BYTES)) // size
+    stretch = torch.full((elements,), 0.01, dtype=dtype, device=device)
     for m, k, n in job.products:
         count = max(1, stretch.numel() // (k * n))
         linears = [Linear(stretch[i * k * n : (i + 1) * k * n].view(n, k)) for i in range(min(count, 64))]
-        x = torch.full((m, k), 0.5, dtype=dtype)
+        x = torch.full((m, k), 0.5, dtype=dtype, device=device)
 
         def call(linears: list[Linear] = linears, x: Tensor = x) -> None:
             for linear in linears:
@@ -191,7 +198,7 @@ def _products(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
         yield from _timed(call, like, share=len(linears))
 
 
-def _cores(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
+def _cores(job: BenchJob, dtype: torch.dtype, device: torch.device) -> Iterator[Entry]:
     """Attention over a paged cache of its own for every case."""
     import torch
 
@@ -201,11 +208,11 @@ def _cores(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
     for c in job.cores:
         shape = CacheShape(c.kv_heads, c.width, c.value_width)
         blocks = c.sequences * blocks_for(c.past + c.new, 16)
-        cache = PagedCache({0: shape}, blocks, 16, dtype, torch.get_default_device())
+        cache = PagedCache({0: shape}, blocks, 16, dtype, device)
         if c.past:
             cache.batch([(s, [0] * c.past) for s in range(c.sequences)], [False] * c.sequences, "prefill")
         batch = cache.batch([(s, [0] * c.new) for s in range(c.sequences)], [True] * c.sequences, c.phase)
-        q = torch.full((c.sequences * c.new, c.heads, c.width), 0.1, dtype=dtype)
+        q = torch.full((c.sequences * c.new, c.heads, c.width), 0.1, dtype=dtype, device=device)
         how = Scores()
 
         def call(q: Tensor = q, batch: object = batch, cache: PagedCache = cache, how: Scores = how) -> None:
@@ -232,17 +239,18 @@ def _moves(mesh: Mesh, moves: Sequence[Move], dtype: torch.dtype, name: str) -> 
         group = mesh.group(move.axis)
         if group.size < 2:
             continue
-        call = _call(move, group, dtype)
+        call = _call(move, group, dtype, mesh.device)
         if call is None:
             continue
         together(mesh)
         hand_off = move.op in {"send", "recv"}
         like = Entry("", move.op, stream=move.axis, group=move.axis, dtype=name, payload_bytes=move.payload_bytes)
         # There and back again are two hand-offs.
-        yield from _timed(call, like, CALLS, share=2 if hand_off else 1)
+        times = LARGE_TIMES if move.payload_bytes >= LARGE_BYTES else MOVE_TIMES
+        yield from _timed(call, like, CALLS, share=2 if hand_off else 1, times=times)
 
 
-def _call(move: Move, group: Group, dtype: torch.dtype) -> Callable[[], object] | None:
+def _call(move: Move, group: Group, dtype: torch.dtype, device: torch.device) -> Callable[[], object] | None:
     """One transfer through ``runtime.collectives``; None for an op that the runtime does not use."""
     import torch
 
@@ -250,8 +258,8 @@ def _call(move: Move, group: Group, dtype: torch.dtype) -> Callable[[], object] 
 
     n = group.size
     count = max(1, move.payload_bytes // dtype.itemsize)
-    x = torch.zeros(-(-count // n) * n, dtype=dtype).view(n, -1) if move.op != "gather" else torch.zeros(1, count)
-    x = x.to(dtype)
+    shape = (1, count) if move.op == "gather" else (n, -(-count // n))
+    x = torch.zeros(shape, dtype=dtype, device=device)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: c.all_reduce(x, group),
         "all_gather": lambda: c.all_gather_rows(x, group),
@@ -297,21 +305,45 @@ def _messages(mesh: Mesh) -> Iterator[Entry]:
     yield from _timed(there_and_back, Entry("", "message"), CALLS, share=2)
 
 
-def _driver(job: BenchJob, dtype: torch.dtype) -> Iterator[Entry]:
-    """A pass and a layer of the driver: decode steps of two small models, without the products and the attention."""
-    import torch
+def _driver(job: BenchJob, dtype: torch.dtype, device: torch.device) -> Iterator[Entry]:
+    """A pass and a layer of the driver: decode steps of two small models, without the products and the attention.
 
-    from meshwright.runtime.models.parts import Linear
+    Their weights are wide enough to drive the interpreter's own data out of the caches between two operations, as those
+    of a real model do.
+    """
+    steps = [small_steps(layers, STEPS, job.placement.profile, dtype, device) for layers in (FEW, MANY)]
+    (few, few_tokens), (many, many_tokens) = steps
+    rows = {1: SMALL_PRODUCTS, PROMPT: {(PROMPT, *shape[1:]): count for shape, count in SMALL_PRODUCTS.items()}}
+    asked = (*rows[1], *rows[PROMPT], SMALL_HEAD)
+    took = _seconds(_products(replace(job, products=asked, footprint_bytes=SMALL_BYTES), dtype, device))
 
-    few, many = (small_step(layers, STEPS, job.placement.profile, dtype) for layers in (FEW, MANY))
-    linear = Linear(torch.zeros(16, 16, dtype=dtype))
-    x = torch.zeros(1, 16, dtype=dtype)
-    op_s = median((ended - began) / calls * 1e-9 for calls, began, ended in repeat(lambda: linear(x)))
-    core = replace(job, cores=(Core("decode", 1, 1, STEPS // 2, 2, 1, 8, 8),))
-    core_s = median(t for e in _cores(core, dtype) if (t := duration_s(e)) is not None)
+    def beside(layer_s: float, tokens: int, core: Core) -> float:
+        """Seconds of a layer beside its products and its attention."""
+        cores = _seconds(_cores(replace(job, cores=(core,)), dtype, device))
+        return layer_s - sum(count * took[shape] for shape, count in rows[tokens].items()) - sum(cores.values())
+
     layer_s = max(0.0, (many - few) / (MANY - FEW))
-    for op, seconds in (
-        ("layer", layer_s - SMALL_PRODUCTS * op_s - core_s),
-        ("pass", few - FEW * layer_s - op_s),
-    ):
-        yield Entry("", op, dtype=job.dtype, started_ns=0, ended_ns=max(1, round(seconds * 1e9)))
+    one_s = beside(layer_s, 1, Core("decode", 1, 1, PROMPT + STEPS // 2, 4, 2, 64, 64))
+    all_s = beside((many_tokens - few_tokens) / (MANY - FEW), PROMPT, Core("prefill", 1, PROMPT, 0, 4, 2, 64, 64))
+    # On a device the host's launches hide it.
+    token_s = max(0.0, all_s - one_s) / (PROMPT - 1) if device.type == "cpu" else 0.0
+    if token_s:
+        passed = sum(count * (k + n) for (_, k, n), count in SMALL_PRODUCTS.items()) * dtype.itemsize
+        yield Entry(
+            "", LIGHT, payload_bytes=PROMPT * passed, dtype=job.dtype, started_ns=0, ended_ns=_ns(PROMPT * token_s)
+        )
+    for op, seconds in (("layer", one_s - token_s), ("pass", few - FEW * layer_s - took[SMALL_HEAD])):
+        yield Entry("", op, dtype=job.dtype, started_ns=0, ended_ns=_ns(seconds))
+
+
+def _ns(seconds: float) -> int:
+    return max(1, round(seconds * 1e9))
+
+
+def _seconds(entries: Iterator[Entry]) -> dict[tuple[int, ...], float]:
+    """Median seconds by sizes."""
+    found: dict[tuple[int, ...], list[float]] = {}
+    for entry in entries:
+        if (took := duration_s(entry)) is not None:
+            found.setdefault(sizes_of(entry), []).append(took)
+    return {sizes: median(times) for sizes, times in found.items()}

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
     "vocab_size": 32,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
@@ -34,6 +34,10 @@ SMALL = {
     "tie_word_embeddings": False,
     "dtype": "float32",
 }
+
+
+#: Tokens of the small model's prompt.
+PROMPT = 64
 
 
 def together(mesh: Mesh) -> None:
@@ -44,8 +48,11 @@ def together(mesh: Mesh) -> None:
         dist.barrier()
 
 
-def small_step(layers: int, steps: int, profile: EngineProfile, dtype: torch.dtype) -> float:
-    """Seconds of a decode step of the small model with so many layers: a median of ``steps``."""
+def small_steps(
+    layers: int, steps: int, profile: EngineProfile, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of a decode step of the small model with so many layers, a median of ``steps``, and of its prefill of
+    ``PROMPT`` tokens, a median of three."""
     import torch
 
     from meshwright.runtime.checkpoint import own
@@ -58,11 +65,14 @@ def small_step(layers: int, steps: int, profile: EngineProfile, dtype: torch.dty
 
     config = {**SMALL, "num_hidden_layers": layers}
     placement = place(model_from_config(config, "small", "small"), Layout(), profile)
-    weights = {n: torch.full(s.shape, 0.01, dtype=dtype) for n, s in own(placement, Coordinate())}
+    weights = {n: torch.full(s.shape, 0.01, dtype=dtype, device=device) for n, s in own(placement, Coordinate())}
     alone = {axis: Group(axis, (0,), 0, None) for axis in (*AXES, "ep")}
-    mesh = Mesh(placement, 0, Coordinate(), torch.get_default_device(), alone)
+    mesh = Mesh(placement, 0, Coordinate(), device, alone)
     decoder = Decoder(mesh, weights, read_settings(config, "small"), dtype)
-    return median(step_seconds(mesh, decoder, ((1, 2, 3, 4),), steps)[1:])
+    prompt = (tuple(1 + i % 31 for i in range(PROMPT)),)
+    step_seconds(mesh, decoder, prompt, 2)
+    prefills = [step_seconds(mesh, decoder, prompt, 1)[0] for _ in range(3)]
+    return median(step_seconds(mesh, decoder, prompt, steps)[1:]), median(prefills)
 
 
 def step_seconds(

@@ -36,7 +36,8 @@ class MeasuredMove(NamedTuple):
 
 
 class MeasuredShare(NamedTuple):
-    """Shares of a device's memory bandwidth and peak that a class of work (dense, attention) reached in a dtype."""
+    """Shares of a device's memory bandwidth and peak that a class of work (dense, attention; passes: what lies between
+    products) reached in a dtype."""
 
     work: str
     dtype: str

@@ -15,7 +15,7 @@ from meshwright.plan.search.space import RELIEVED
 from meshwright.plan.train_engine import TrainEngine, engine_preset
 from meshwright.plan.train_memory import train_memory
 from meshwright.plan.training_time import training_time
-from meshwright.specs.cluster import parse_cluster
+from meshwright.specs.cluster import Driver, MeasuredShare, parse_cluster
 from meshwright.specs.hf.read import read_model
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
@@ -57,6 +57,24 @@ def worst_error(c: Coster, x: Columns, rows: list[int]) -> float:
 def test_cost_equals_the_row_prediction(spec: ModelSpec, engine: str, on: str) -> None:
     c, x = coster(spec, on, Train(seq=4096, global_batch=128), engine)
     assert worst_error(c, x, sample(x, 50)) < 1e-9
+
+
+def test_cost_on_calibrated_cpu_ranks_equals_the_row_prediction() -> None:
+    """Where the host is the device nothing hides its launches; what lies between products was measured."""
+    work = Train(seq=512, global_batch=32, param_dtype="f32", grad_dtype="f32")
+    c, x = coster(TIED, "1x8xH100-SXM", work, "meshwright")
+    shares = (MeasuredShare("dense", "bf16", 0.6, 0.8), MeasuredShare("passes", "f32", 0.15, 1.0))
+    for kind in ("cpu", "gpu"):
+        device = replace(c.cluster.device, kind=kind, measured=shares, driver=Driver(6e-6, 1e-4, 4e-4, 8e-5))
+        c = Coster(c.spec, c.profile, replace(c.cluster, device=device), work, TrainEngine())
+        assert worst_error(c, x, sample(x, 20)) < 1e-9
+    placement = place(c.spec, Layout(), c.profile, sections=("decoder", "vision"))
+    on_cpu = replace(c.cluster, device=replace(c.cluster.device, kind="cpu"))
+    seconds = {
+        kind: dict(training_time(placement, on, work).parts) for kind, on in (("cpu", on_cpu), ("gpu", c.cluster))
+    }
+    assert seconds["cpu"]["launch"] > 2 * seconds["gpu"]["launch"] > 0
+    assert seconds["cpu"]["elementwise"] == seconds["gpu"]["elementwise"]
 
 
 @pytest.mark.slow

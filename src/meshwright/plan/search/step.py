@@ -42,10 +42,11 @@ class Timing:
     tied: bool
 
     def weights(self) -> Floats:
-        """[W, 2]: seconds of the device and of the host for each field of ``Work``."""
+        """[W, 2]: seconds of the device and of the host for each field of ``Work``; all are the device's where the host
+        is the device."""
         import numpy as np
 
-        host = np.array([name in HOST for name in Work._fields])
+        host = np.array([name in HOST and not self.rates.serial for name in Work._fields])
         of = np.array(self.rates.weights)
         return np.stack([np.where(host, 0.0, of), np.where(host, of, 0.0)], axis=1)
 

@@ -93,6 +93,12 @@ def _measured(device: Device, kind: ShapeClass, dtype: str) -> Efficiency:
     return Efficiency(found[0].memory, found[0].compute) if found else Efficiency(1.0, 1.0)
 
 
+def measured_passes(device: Device) -> float | None:
+    """Share of the memory bandwidth at which inputs and outputs of products pass through what lies between products
+    on a calibrated device; None where it was not measured."""
+    return next((m.memory for m in device.measured if m.work == "passes"), None)
+
+
 def calibrated(device: Device) -> bool:
     """Whether constants were fitted on devices of this generation (Hopper, Blackwell), or this one was measured."""
     fitted = device.vendor == "nvidia" and device.capability.partition(".")[0] in {"9", "10"}

@@ -6,7 +6,15 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from meshwright.plan.timing.collective import curve, small_all_reduce_seconds
-from meshwright.plan.timing.compute import Efficiency, constants, efficiency, generation, peak_flops, roofline
+from meshwright.plan.timing.compute import (
+    Efficiency,
+    constants,
+    efficiency,
+    generation,
+    measured_passes,
+    peak_flops,
+    roofline,
+)
 from meshwright.plan.timing.step import Kernel, Message, Work
 from meshwright.specs.cluster import Cluster, Driver
 
@@ -142,7 +150,9 @@ def step_seconds(work: Work, cluster: Cluster, engine: EngineTime) -> StepTime:
     of["communication"] = sum(message_seconds(m, cluster) * m.repeats for m in work.messages)
     launches = work.launches + work.expert_launches * c[f"expert_launches.{generation(device)}"]
     launches += work.quantizing * c["quantizing"]
-    of["other"] += c["passes"] * work.passes_bytes / device.bandwidth_bytes_s
+    share = measured_passes(device)
+    often = 1.0 / share if share else c["passes"]
+    of["other"] += often * work.passes_bytes / device.bandwidth_bytes_s
     of["launch"] = launches * engine.launch_s
     of["host"] = engine.step_s + engine.sequence_s * batched(work.requests, c["sequences"])
     return StepTime(tuple(of.values()), launches)
