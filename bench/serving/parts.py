@@ -268,6 +268,6 @@ def _meshwright(*words: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, cwd=ROOT, timeout=900
     )
-    if done.returncode and not (words[0] == "plan" and done.returncode == 1):
+    if done.returncode and not (words[0] == "plan" and done.returncode == 1 and done.stdout):
         raise SystemExit(f"meshwright {' '.join(words)}: {done.stderr.strip()[-500:]}{done.stdout.strip()[-500:]}")
     return done.stdout
