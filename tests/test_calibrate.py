@@ -12,13 +12,16 @@ from meshwright import api
 from meshwright.cli.main import app
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.ledger.calibration_file import read
+from meshwright.plan.calibration import part
 from meshwright.plan.timing.collective import Wiring, curve
 from meshwright.prove.calibrate_from import calibrate_from
-from meshwright.specs.cluster import parse_cluster
+from meshwright.specs.cluster import MeasuredBoot, parse_cluster
 from meshwright.specs.detect_host import cpu_cluster
 from meshwright.specs.probe import Probe
+from meshwright.specs.units import GIB
 from meshwright.specs.workload import Serve
 from tests.ledger.test_nccl_tests import output
+from tests.shared import shared_dir
 
 
 def call(*words: str) -> tuple[int, str]:
@@ -102,6 +105,94 @@ def test_from_traces(tmp_path: Path) -> None:
     found = calibrate_from([m.write(tmp_path)], "4xH100").cluster.intra.measured
     assert [(t.op, t.ranks, t.knots[0][0]) for t in found] == [("all_reduce", 4, 1 << 20)]
     assert found[0].knots[0][1] == pytest.approx(0.001, rel=0.1)
+
+
+def test_traces_over_nodes_name_their_device_and_calibrate_the_link_between_them(tmp_path: Path) -> None:
+    """Sixteen ranks on two hosts: a group inside each, one of a pair across, one of all; latency and bandwidth come
+    out as they went in, and the time that rank 3 makes the others wait does not."""
+    from tests.doctor.trace_maker import TraceMaker
+
+    m = TraceMaker(16)
+    for size in (1 << 18, 1 << 20, 1 << 22, 1 << 24):
+        m.begin()
+        for r in m.ranks:
+            m.work(r, "forward", 0.03 if r == 3 else 0.01)
+        m.meet("all_reduce", size // 4, 20e-6 + size / 200e9, range(8))
+        m.meet("all_reduce", size // 4, 20e-6 + size / 200e9, range(8, 16))
+        m.meet("all_gather", size // 4, 50e-6 + size / 40e9, (0, 8))
+        m.meet("all_reduce", size // 4, 60e-6 + size / 20e9)
+        m.end()
+    cluster = calibrate_from([m.write(tmp_path)]).cluster
+    assert str(cluster).startswith("2x8xH100-SXM")
+    assert [(t.op, t.ranks) for t in cluster.intra.measured] == [("all_reduce", 8)]
+    assert [(t.op, t.ranks) for t in cluster.inter.measured] == [("all_gather", 2), ("all_reduce", 16)]
+    for t, latency, rate in zip(
+        (*cluster.intra.measured, *cluster.inter.measured), (20e-6, 50e-6, 60e-6), (200e9, 40e9, 20e9), strict=True
+    ):
+        assert t.latency_s == pytest.approx(latency, rel=0.15)
+        assert t.bandwidth_bytes_s == pytest.approx(rate, rel=0.05)
+        assert t.error < 0.05
+
+
+def test_from_real_traces() -> None:
+    """Eight ranks of DLRM on A100 calibrate; traces of single ranks hold no transfer apart from waiting."""
+    incidents = shared_dir() / "incidents"
+    found = calibrate_from([incidents / "kineto_dlrm8"], "8xA100-80G").cluster.intra.measured
+    assert [(m.op, m.ranks) for m in found] == [("all_reduce", 8), ("all_to_all", 8)]
+    assert all(1e9 < m.bandwidth_bytes_s < 300e9 and 0 < m.latency_s < 1e-3 and m.error < 0.3 for m in found)
+    with pytest.raises(InputError, match="traces with collectives"):
+        calibrate_from([incidents / "kineto_tracelens"], "8xA100-80G")
+
+
+BOOT = """\
+INFO 06-01 [llm_engine.py:237] Initializing a V1 LLM engine (v0.33.0) with config: model='org/m', max_seq_len=8192, \
+tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=1
+(Worker_TP0 pid=1) INFO [gpu_worker.py:1] Free memory on device (cuda:0, 78.60/79.10 GiB) on startup.
+(Worker_TP0 pid=1) INFO [gpu_model_runner.py:1] Model loading took 7.5 GiB and 4.2 seconds
+(Worker_TP0 pid=1) INFO [gpu_worker.py:1] Actual usage is 7.5 GiB for weight, 1.3 GiB for peak activation, 2.75 GiB \
+for non-torch memory
+(Worker_TP1 pid=2) INFO [gpu_worker.py:1] Actual usage is 7.5 GiB for weight, 1.3 GiB for peak activation, 2.5 GiB \
+for non-torch memory
+(EngineCore_0 pid=5) INFO [kv_cache_utils.py:1] GPU KV cache size: 100,000 tokens
+"""
+
+
+def test_from_a_boot_log(tmp_path: Path) -> None:
+    """The machine's part goes into the file: memory as the driver reports it, and what lies outside torch."""
+    log, out = tmp_path / "boot.log", tmp_path / "c.toml"
+    log.write_text(BOOT)
+    code, said = call("--from", str(log), "--on", "8xH100", "--out", str(out))
+    assert code == 0, said
+    assert "memory outside torch of 1 start" in said
+    device = parse_cluster(str(out)).device
+    assert device.memory_bytes == pytest.approx(79.10 * GIB, rel=1e-6)
+    assert device.booted == (MeasuredBoot("vllm", 2, 1, round(2.75 * GIB)),)
+    assert (device.peak_flops, device.intra.name) == (parse_cluster("8xH100").device.peak_flops, "nvlink4")
+    held = {}
+    for where in (str(out), "8xH100"):
+        for layout in ("tp=2", "tp=4"):
+            made = api.plan_serve("llama-3.1-8b", where, Serve(1024, 256, 8), layout=layout, engine="vllm")
+            assert made.chosen is not None
+            rows = [h for r in made.chosen.memory.ranks for h in r.holdings if part(h.term, h.tensor) == "non_torch"]
+            held[where, layout] = rows[0].bytes
+            told = any("as vllm printed it here" in note for note in made.notes)
+            assert told == (where != "8xH100" and layout == "tp=2")
+    assert held[str(out), "tp=2"] == round(2.75 * GIB) != held["8xH100", "tp=2"]
+    assert held[str(out), "tp=4"] == held["8xH100", "tp=4"]
+
+
+def test_a_boot_log_beside_nccl_tests(tmp_path: Path) -> None:
+    (tmp_path / "boot.log").write_text(BOOT)
+    (tmp_path / "all_reduce.txt").write_text(output(8, 2 * 7 / 8))
+    cluster = calibrate_from([tmp_path]).cluster
+    assert [b.outside_bytes for b in cluster.device.booted] == [round(2.75 * GIB)]
+    assert [m.op for m in cluster.intra.measured] == ["all_reduce"]
+
+
+def test_a_boot_log_of_another_device_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "boot.log").write_text(BOOT)
+    with pytest.raises(InputError, match=r"79\.1 GiB, a T4 has"):
+        calibrate_from([tmp_path / "boot.log"], "8xT4")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from meshwright.cli.parse import in_range, need_torch, one_of, seconds
 from meshwright.errors import InputError
 
 _FROM = typer.Option(
-    None, "--from", help="Output of nccl-tests, a ledger, or a folder of traces or nccl-tests files; repeatable."
+    None, "--from", help="Output of nccl-tests, a ledger, a boot log, or a folder of traces or such files; repeatable."
 )
 _OUT = typer.Option(None, "--out", help="The cluster file (TOML) that `plan --on FILE` reads.")
 _LEDGER = typer.Option(None, "--ledger", help="Also write every measured time: a file ending in .jsonl or a folder.")

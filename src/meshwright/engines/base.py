@@ -181,6 +181,7 @@ class BootLog:
         model: as printed, or None.
         misleading: log lines that say something else than they seem to, each with what it means.
         notes: what is missing or was cut.
+        device_bytes: memory of a device as the driver reports it, or None.
     """
 
     engine: str
@@ -193,6 +194,7 @@ class BootLog:
     model: str | None = None
     misleading: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    device_bytes: int | None = None
 
 
 class Engine(Protocol):

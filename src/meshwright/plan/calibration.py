@@ -2,6 +2,9 @@
 
 ``check boot.log --save FILE`` writes it; ``plan serve --calibration FILE`` reads it. A measured term replaces the
 modelled one where engine, tensor and pipeline degrees are those of the log; other layouts keep their model.
+
+Of the terms, memory outside torch belongs to the machine more than to the model: ``calibrate --from boot.log`` keeps it
+in the cluster file.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from pathlib import Path
 
 from meshwright.errors import InputError
 from meshwright.ledger.schema import Holding
+from meshwright.specs.cluster import Device
 from meshwright.specs.layout import Layout, parse_layout
 
 MAX_BYTES = 1 << 20
@@ -80,6 +84,12 @@ def read_calibration(path: Path) -> Calibration:
         kept,
         str(path),
     )
+
+
+def booted_terms(device: Device, layout: Layout, engine: str) -> Mapping[str, int]:
+    """The term that boot logs of this machine tell of a layout (cluster file, ``device.booted``); empty without one."""
+    same = [b.outside_bytes for b in device.booted if (b.engine, b.tp, b.pp) == (engine, layout.tp, layout.pp)]
+    return {"non_torch": max(same)} if same else {}
 
 
 def part(term: str, tensor: str | None) -> str:

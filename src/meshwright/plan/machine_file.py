@@ -115,7 +115,12 @@ def as_toml(cluster: Cluster, c: Calibration, remarks: Sequence[str] = ()) -> st
         dev["measured"] = [m._asdict() for m in device.measured]
     if device.driver is not None:
         dev["driver"] = device.driver._asdict()
-    known = match_device(device.name) == device
+    if device.booted:
+        dev["booted"] = [b._asdict() for b in device.booted]
+    atlas = match_device(device.name)
+    known = atlas == device
+    if atlas is not None and (device.measured, device.driver) == ((), None):  # only memory was read, of boot logs
+        dev = {"base": device.name, **{key: dev[key] for key in ("memory_gib", "booted") if key in dev}}
     if known:
         head["device"] = device.name
     kept = {k: v for k, v in as_dict(c).items() if k != "transfers"}

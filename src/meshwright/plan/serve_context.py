@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from meshwright.plan.calibration import Calibration
+from meshwright.plan.calibration import Calibration, booted_terms
 from meshwright.plan.cost import serve_cost
 from meshwright.plan.memory import ServeMemory
 from meshwright.plan.plan import Candidate
@@ -20,6 +20,7 @@ from meshwright.specs.placement import Placement, place
 from meshwright.specs.profile import EngineProfile, ServeSettings
 from meshwright.specs.rules import Rule
 from meshwright.specs.tensors import Section
+from meshwright.specs.units import GIB
 from meshwright.specs.workload import Serve
 
 #: Rounds of the fixed point between requests in flight and the time each takes.
@@ -108,10 +109,16 @@ class ServeContext:
         return Candidate(probe.layout, placement, memory, cost, probe.rules, workload, probe.copies)
 
     def memory(self, placement: Placement, workload: Serve) -> ServeMemory:
-        """Memory of a layout, with the terms that an earlier start of it printed."""
-        found = self.calibration
-        measured = found.terms_for(placement.layout, self.profile.engine) if found is not None else None
-        return serve_memory(placement, self.cluster, workload, self.settings, measured=measured)
+        """Memory of a layout, with the terms that an earlier start of it printed; those of this model come first."""
+        found, engine, layout = self.calibration, self.profile.engine, placement.layout
+        booted = booted_terms(self.cluster.device, layout, engine)
+        terms = found.terms_for(layout, engine) if found is not None else {}
+        memory = serve_memory(placement, self.cluster, workload, self.settings, measured={**booted, **terms})
+        if booted and "non_torch" not in terms:
+            size = f"{booted['non_torch'] / GIB:.2f} GiB"
+            note = f"memory outside torch: {size}, as {engine} printed it here with tp {layout.tp}, pp {layout.pp}"
+            memory = replace(memory, notes=(*memory.notes, note))
+        return memory
 
     def late(self, time: ServingTime) -> bool:
         """Whether the predicted means break a latency target."""

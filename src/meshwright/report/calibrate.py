@@ -12,7 +12,7 @@ from meshwright.ledger.calibration_file import as_dict
 from meshwright.plan.machine_file import wire_share
 from meshwright.report.terminal import console, table
 from meshwright.specs.cluster import Cluster, Link
-from meshwright.specs.units import binary
+from meshwright.specs.units import GIB, binary
 
 
 def verdict(cluster: Cluster, c: Calibration) -> str:
@@ -23,7 +23,11 @@ def verdict(cluster: Cluster, c: Calibration) -> str:
     if c.flops_s:
         shapes = len(c.work)
         parts.append(f"{shapes} shapes of work" + _off(c.error))
-    parts.append(f"{rows} points of {sum(len(link.measured) for link in links)} transfers")
+    if links or not cluster.device.booted:
+        parts.append(f"{rows} points of {sum(len(link.measured) for link in links)} transfers")
+    if cluster.device.booted:
+        count = len(cluster.device.booted)
+        parts.append(f"memory outside torch of {count} start{'s' * (count > 1)}")
     return f"calibrated: {cluster} ({c.machine}), {', '.join(parts)}"
 
 
@@ -51,11 +55,21 @@ def show(cluster: Cluster, c: Calibration, out: Path | None) -> None:
         for what, value in (("launch", c.launch_s), ("layer", c.layer_s), ("pass", c.pass_s), ("message", c.message_s)):
             rates.add_row(f"driver: a {what}", f"{value * 1e6:,.1f} us", "")
         page.print(rates)
+    if cluster.device.booted:
+        page.print(_boots(cluster))
     for name, link in (("inside a node", cluster.intra), ("between nodes", cluster.inter)):
         if link.measured:
             page.print(_transfers(name, link))
     if out is not None:
         page.print(escape(f"written: {out}; next: meshwright plan serve MODEL --on {out}"), soft_wrap=True)
+
+
+def _boots(cluster: Cluster) -> Any:
+    rows = table("start", "tp", "pp", "outside torch, a rank", "memory of a device")
+    for b in cluster.device.booted:
+        sizes = (f"{b.outside_bytes / GIB:.2f} GiB", f"{cluster.device.memory_bytes / GIB:.2f} GiB")
+        rows.add_row(b.engine, str(b.tp), str(b.pp), *sizes)
+    return rows
 
 
 def _transfers(name: str, link: Link) -> Any:
@@ -76,7 +90,12 @@ def as_json(cluster: Cluster, c: Calibration) -> dict[str, Any]:
     return {
         "verdict": verdict(cluster, c),
         "cluster": str(cluster),
-        "device": {"name": cluster.device.name, "measured": [m._asdict() for m in cluster.device.measured]},
+        "device": {
+            "name": cluster.device.name,
+            "measured": [m._asdict() for m in cluster.device.measured],
+            "memory_bytes": cluster.device.memory_bytes,
+            "booted": [b._asdict() for b in cluster.device.booted],
+        },
         "links": {name: [m._asdict() for m in link.measured] for name, link in links.items() if link.measured},
         "calibration": as_dict(c),
     }

@@ -86,6 +86,19 @@ class Link:
         return self.bandwidth_bytes_s / devices if self.per == "node" else self.bandwidth_bytes_s
 
 
+class MeasuredBoot(NamedTuple):
+    """Memory of one rank that is not torch's (context, communicators), as a boot log printed it.
+
+    Attributes:
+        engine: that started. tp, pp: its degrees, on which communicators depend. outside_bytes: of the rank with most.
+    """
+
+    engine: str
+    tp: int
+    pp: int
+    outside_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator (or CPU rank).
@@ -108,6 +121,7 @@ class Device:
         memory_source: where ``memory_bytes`` comes from.
         note: what a reader of a plan must know (shared memory, no peer-to-peer, ...).
         measured, driver: what ``calibrate`` measured; peaks and bandwidth are then the best that it saw.
+        booted: memory outside torch that engines printed when they started on it.
     """
 
     name: str
@@ -126,6 +140,7 @@ class Device:
     note: str = ""
     measured: tuple[MeasuredShare, ...] = ()
     driver: Driver | None = None
+    booted: tuple[MeasuredBoot, ...] = ()
 
     def peak(self, dtype: str) -> float | None:
         """Dense peak in FLOP/s for ``dtype``, or None where the hardware has no such unit."""

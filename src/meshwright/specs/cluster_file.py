@@ -24,8 +24,9 @@
     per = "device"                  # or "node": shared by the devices of a node
     latency_us = 4.0
 
-``meshwright calibrate`` writes such a file with what it measured besides: ``device.measured``, ``device.driver``, the
-rows ``measured`` of a link, and a table ``[calibration]`` that only ``ledger.calibration_file`` reads.
+``meshwright calibrate`` writes such a file with what it measured besides: ``device.measured``, ``device.driver``,
+``device.booted`` (of boot logs), the rows ``measured`` of a link, and a table ``[calibration]`` that only
+``ledger.calibration_file`` reads.
 
 A link table with a bandwidth must name its direction, so that a datasheet's doubled figure is never taken for one way.
 """
@@ -50,6 +51,7 @@ from meshwright.specs.cluster import (
     Driver,
     Link,
     LinkKind,
+    MeasuredBoot,
     MeasuredMove,
     MeasuredShare,
     make_cluster,
@@ -75,6 +77,7 @@ _DEVICE = (
     "peak_tflops",
     "measured",
     "driver",
+    "booted",
 )
 _LINK = ("base", "name", "kind", "bandwidth", "direction", "per", "latency_us", "measured")
 
@@ -201,6 +204,7 @@ def _device(table: Mapping[str, Any]) -> Device:
         capability=_text("device.capability", table["capability"]) if "capability" in table else base.capability,
         measured=tuple(_share(row) for row in _rows("device.measured", table)),
         driver=_driver(table["driver"]) if "driver" in table else None,
+        booted=tuple(_boot(row) for row in _rows("device.booted", table, "booted")),
         source=f"the cluster file; the rest: {base.source}" if base.source else "the cluster file",
     )
 
@@ -243,8 +247,8 @@ def _link(where: str, value: Any) -> Link:
     )
 
 
-def _rows(where: str, table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    rows = table.get("measured", [])
+def _rows(where: str, table: Mapping[str, Any], key: str = "measured") -> list[Mapping[str, Any]]:
+    rows = table.get(key, [])
     if not isinstance(rows, list) or len(rows) > MAX_ROWS or not all(isinstance(row, Mapping) for row in rows):
         raise InputError(f"{where} must be a list of at most {MAX_ROWS} tables, as calibrate writes them")
     return rows
@@ -255,6 +259,14 @@ def _share(row: Mapping[str, Any]) -> MeasuredShare:
     return MeasuredShare(
         _text("device.measured.work", row.get("work")), _text("device.measured.dtype", row.get("dtype")), *shares
     )
+
+
+def _boot(row: Mapping[str, Any]) -> MeasuredBoot:
+    tp, pp = (_count(f"device.booted.{name}", row.get(name)) for name in ("tp", "pp"))
+    if not 1 <= tp * pp <= 1 << 20 or tp < 1:
+        raise InputError(f"device.booted: tp = {tp}, pp = {pp}; degrees of a start are from 1 on")
+    size = _number("device.booted.outside_bytes", row.get("outside_bytes"), 0, 1 << 50)
+    return MeasuredBoot(_text("device.booted.engine", row.get("engine")), tp, pp, round(size))
 
 
 def _driver(table: Any) -> Driver:

@@ -89,6 +89,7 @@ def read_log(lines: Iterable[str]) -> BootLog | None:
         model=s.model,
         misleading=tuple(_misleading(s, layout).items()),
         notes=tuple(notes),
+        device_bytes=round(total) if (total := _least(s, "total")) is not None else None,
     )
 
 
