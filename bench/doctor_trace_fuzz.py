@@ -1,4 +1,5 @@
-"""Mutated profiler traces and tables of jobs, read and judged in this process: no traceback, bounded time and memory.
+"""Mutated profiler traces, tables of jobs, metrics and ledgers of serving engines, read and judged in this process: no
+traceback, bounded time and memory.
 
     python bench/doctor_trace_fuzz.py [COUNT] [SEED]      default 5000 0
 
@@ -13,6 +14,7 @@ import io
 import json
 import random
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -27,7 +29,7 @@ from bench import fuzzing
 from bench.fuzzing import Outcome
 from meshwright.doctor.incident import Incident
 from meshwright.doctor.judge import judge
-from meshwright.doctor.readers import Source, kineto, straggler
+from meshwright.doctor.readers import Source, kineto, ledger, serving_metrics, straggler
 from meshwright.errors import InputError
 from meshwright.report.doctor import as_json, as_text
 
@@ -111,9 +113,36 @@ def _values(document: dict[str, Any], chance: random.Random) -> bytes:
                 target = target[key]
                 continue
             if key != "traceEvents":
-                target[key] = chance.choice(_VALUES)
+                target[key] = deepcopy(chance.choice(_VALUES))
             break
     return json.dumps(copy).encode()
+
+
+def serving() -> tuple[bytes, tuple[bytes, bytes]]:
+    """Three scrapes of an engine with its connector, and the ledgers of two ranks that hand the KV cache on."""
+    names = ["num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total", "nixl_num_failed_transfers_total"]
+    for name in ("time_to_first_token_seconds", "nixl_xfer_time_seconds", "nixl_bytes_transferred"):
+        names += [f"{name}_sum", f"{name}_count"]
+    scrapes = "".join(f'vllm:{name}{{engine="0"}} {3**n}\n' for n in range(3) for name in names)
+    ledgers = []
+    for rank, op in enumerate(("send", "recv")):
+        place = {"rank_class": f"rank{rank}", "op": op, "peer": 1 - rank, "group": "0-1", "name": "KV blocks"}
+        size = {"payload_bytes": 1 << 20, "layer": 3, "table": "entries", "state": "completed"}
+        times = [{"enqueued_ns": 10**9 * n, "ended_ns": 10**9 * n + 10**6} for n in range(4)]
+        rows = [{"version": 1, "meta": {"world": "2"}}, {"table": "ranks", "rank": rank, "clock_offset_ns": 5}]
+        ledgers.append("\n".join(json.dumps(r) for r in [*rows, *({**place, **size, **t} for t in times)]).encode())
+    return scrapes.encode(), (ledgers[0], ledgers[1])
+
+
+def _served(chance: random.Random, incident: Incident) -> None:
+    """One of both, mutated."""
+    metrics, ledgers = serving()
+    if chance.random() < 0.5:
+        serving_metrics.read(_source("m.txt", _bytes(metrics, chance)), incident)
+        return
+    mutant = chance.randrange(2)
+    data = [_bytes(text, chance) if r == mutant else text for r, text in enumerate(ledgers)]
+    ledger.read_many([_source(f"{r}.jsonl", text) for r, text in enumerate(data)], incident)
 
 
 def _source(name: str, data: bytes) -> Source:
@@ -124,7 +153,10 @@ def case(chance: random.Random, papers: list[dict[str, Any]], parquet: bytes) ->
     """One incident; the kind of its first finding."""
     incident = Incident()
     try:
-        if chance.random() < 0.1:
+        draw = chance.random()
+        if draw < 0.1:
+            _served(chance, incident)
+        elif draw < 0.2:
             straggler.read(_source("t.parquet", _bytes(parquet, chance)), incident)
         else:
             first = 2 * chance.randrange(2)
