@@ -189,6 +189,16 @@ def test_a_boot_log_beside_nccl_tests(tmp_path: Path) -> None:
     assert [m.op for m in cluster.intra.measured] == ["all_reduce"]
 
 
+def test_a_boot_log_of_a_device_with_figures_of_its_own(tmp_path: Path) -> None:
+    """A name that the atlas knows does not bring the atlas' figures back."""
+    (tmp_path / "boot.log").write_text(BOOT)
+    own, out = tmp_path / "own.toml", tmp_path / "out.toml"
+    own.write_text('[device]\nbase = "H100-SXM"\nbandwidth = "2TB/s"\npeak_tflops = { bf16 = 700 }\n')
+    assert call("--from", str(tmp_path / "boot.log"), "--on", str(own), "--out", str(out))[0] == 0
+    device = parse_cluster(str(out)).device
+    assert (device.bandwidth_bytes_s, device.peak("bf16"), len(device.booted)) == (2e12, 700e12, 1)
+
+
 def test_a_boot_log_of_another_device_is_refused(tmp_path: Path) -> None:
     (tmp_path / "boot.log").write_text(BOOT)
     with pytest.raises(InputError, match=r"79\.1 GiB, a T4 has"):

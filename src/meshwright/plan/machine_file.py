@@ -18,7 +18,7 @@ from meshwright.errors import InputError
 from meshwright.ledger.calibrate import Calibration, Sample, Transfer
 from meshwright.ledger.calibration_file import as_dict, table_lines
 from meshwright.specs.atlas.devices import match_device
-from meshwright.specs.cluster import Cluster, Driver, Link, MeasuredMove, MeasuredShare
+from meshwright.specs.cluster import Cluster, Device, Driver, Link, MeasuredMove, MeasuredShare
 from meshwright.specs.units import GIB
 
 #: FLOPs a byte from which a product is bound by arithmetic on the measured machine: twice the ridge of its roofline.
@@ -119,7 +119,7 @@ def as_toml(cluster: Cluster, c: Calibration, remarks: Sequence[str] = ()) -> st
         dev["booted"] = [b._asdict() for b in device.booted]
     atlas = match_device(device.name)
     known = atlas == device
-    if atlas is not None and (device.measured, device.driver) == ((), None):  # only memory was read, of boot logs
+    if atlas is not None and _but_memory(device, atlas) == atlas:
         dev = {"base": device.name, **{key: dev[key] for key in ("memory_gib", "booted") if key in dev}}
     if known:
         head["device"] = device.name
@@ -134,6 +134,12 @@ def as_toml(cluster: Cluster, c: Calibration, remarks: Sequence[str] = ()) -> st
     if c.flops_s:
         lines += ["", "[calibration]", *table_lines(kept)]
     return "\n".join(lines) + "\n"
+
+
+def _but_memory(device: Device, atlas: Device) -> Device:
+    """The device with the memory of ``atlas``: equal to it where nothing but boot logs was read."""
+    told = (atlas.memory_bytes, atlas.memory_basis, atlas.memory_source)
+    return replace(device, memory_bytes=told[0], memory_basis=told[1], memory_source=told[2], booted=atlas.booted)
 
 
 def _rate(bytes_s: float) -> str:
