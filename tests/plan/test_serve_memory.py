@@ -194,3 +194,17 @@ def test_more_memory_and_shorter_requests_never_hurt(tp: int, pp: int, context: 
     assert base.longest_context <= more.longest_context
     ranks = sum(r.ranks for r in base.ranks)
     assert ranks == layout.world
+
+
+def test_the_own_engine_keeps_a_checkpoint_in_f32_as_it_is() -> None:
+    """Others convert it to 16 bits unless told otherwise."""
+    spec = small()
+    spec = replace(spec, dtype="f32", families=tuple(replace(f, dtype="f32") for f in spec.families))
+    load, on = Serve(128, 32, concurrency=2), parse_cluster("1xH100-SXM")
+    own, other = (
+        serve_memory(place(spec, Layout(), profile(engine)), on, load, ServeSettings(dtype=dtype))
+        for engine, dtype in (("meshwright", None), ("vllm", None))
+    )
+    asked = serve_memory(place(spec, Layout(), profile("vllm")), on, load, ServeSettings(dtype="f32"))
+    held = [max(r.weights_bytes for r in m.ranks) for m in (own, other, asked)]
+    assert held[0] == held[2] == pytest.approx(2 * held[1], rel=0.02)

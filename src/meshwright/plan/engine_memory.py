@@ -118,7 +118,7 @@ def activation_bytes(
     placement: Placement, stage: Stage, settings: ServeSettings, context: int, constants: EngineMemory
 ) -> int:
     """Activation peak of a rank of ``stage`` as the engine's profile run sees it."""
-    width = size_bytes(compute_dtype(placement.spec, settings))
+    width = size_bytes(compute_dtype(placement, settings))
     sampler = _sampler_peak(placement, stage, settings, constants, width)
     layer = _layer_peak(placement, stage, settings, context, constants, width)
     vision = _vision_bytes(placement, settings, constants, width) if stage.embedding else 0

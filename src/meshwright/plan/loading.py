@@ -47,11 +47,13 @@ def sections(settings: ServeSettings) -> tuple[Section, ...]:
     return tuple(wanted)
 
 
-def compute_dtype(spec: ModelSpec, settings: ServeSettings) -> str:
-    """Element type that the engine computes in; checkpoints in f32 are run in bf16 unless f32 is asked for."""
+def compute_dtype(placement: Placement, settings: ServeSettings) -> str:
+    """Element type that the engine computes in; but for the own engine (``keeps_f32``) checkpoints in f32 are run in
+    bf16 unless f32 is asked for (vLLM, ``config/model.py``: ``auto``)."""
     if settings.dtype and settings.dtype != "auto":
         return canonical(settings.dtype)
-    return "bf16" if spec.dtype == "f32" else spec.dtype
+    own = placement.spec.dtype
+    return "bf16" if own == "f32" and not placement.profile.constants.get("keeps_f32") else own
 
 
 def _up(size: int, step: int) -> int:
@@ -110,7 +112,7 @@ def _held_bytes(
 ) -> int:
     """Bytes of one shard after loading."""
     family, size = shard.family, shard.nbytes
-    dtype = compute_dtype(placement.spec, settings)
+    dtype = compute_dtype(placement, settings)
     if settings.quantization == "fp8" and _is_linear(shard):
         return size // size_bytes(family.dtype) + 4 * shard.count
     if family.dtype in _COMPUTE or (family.dtype == "f32" and placement.spec.dtype == "f32"):
@@ -147,7 +149,7 @@ def weight_holdings(
     placement: Placement, rank_class: RankClass, settings: ServeSettings, device: Device, constants: EngineMemory
 ) -> Iterable[Holding]:
     """Weights of one rank class by role, as the engine holds them after loading."""
-    dtype, wanted = compute_dtype(placement.spec, settings), sections(settings)
+    dtype, wanted = compute_dtype(placement, settings), sections(settings)
     roles: dict[str, int] = defaultdict(int)
     for shard in placement.shards(rank_class.coordinate):
         section = shard.family.section

@@ -76,7 +76,7 @@ def cache_rules(placement: Placement, settings: ServeSettings, constants: Engine
     return CacheRules(
         block_size=block,
         kv_dtype=settings.kv_dtype,
-        dtype=compute_dtype(placement.spec, settings),
+        dtype=compute_dtype(placement, settings),
         in_flight=settings.max_num_batched_tokens,
         groups=constants.groups,
         windows=constants.windows,

@@ -24,7 +24,7 @@ OWN = EngineProfile(
     uneven_tp=True,
     ep_over=("dp", "cp", "tp"),
     moe_tp_over=("tp",),
-    constants={"wire_context_dealt": True, "wire_moe_sp_slices": False, "wire_router_dtype": "f32"},
+    constants={"wire_context_dealt": True, "wire_moe_sp_slices": False, "wire_router_dtype": "f32", "keeps_f32": True},
 )
 
 #: Profiles by the short version, newest first.
