@@ -201,6 +201,7 @@ def finding(view: SlowView) -> Finding | None:
         numbers=(
             ("step_s", view.step_s),
             ("exposed_transfer_s", exposed),
+            ("wait_s", view.wait_s(op=first.op)),
             ("transfer_s", first.transfer_s),
             ("per_step", first.per_step),
             ("payload_bytes", float(first.payload_bytes or 0)),

@@ -124,9 +124,15 @@ class SlowView:
         ]
         return sum(spent) / 1e9 / max(1, len(self.ranks)) / self.steps
 
-    def wait_s(self, rank: int | None = None) -> float:
-        """Exposed waiting a step, of one rank or the mean of all."""
-        rows = [v.exposed_wait for row in self.visits for r, v in row.items() if rank is None or r == rank]
+    def wait_s(self, rank: int | None = None, op: str | None = None) -> float:
+        """Exposed waiting a step, of one rank or the mean of all; of an operation or of all."""
+        rows = [
+            v.exposed_wait
+            for m, row in zip(self.meetings, self.visits, strict=True)
+            if op is None or m.op == op
+            for r, v in row.items()
+            if rank is None or r == rank
+        ]
         return sum(rows) / 1e9 / self.steps / (1 if rank is not None else max(1, len(self.ranks)))
 
 
