@@ -24,6 +24,8 @@ from .live.slow_programs import EXPECTED, run_cases
 SAMPLE = ("data_stall", "stages", "healthy")
 RANKS = 2
 WITHIN = 0.1
+#: Of a step without what was put in: what a busy machine adds to the rest of it is in it as well.
+WITHOUT_WITHIN = 0.25
 #: A step without anything put in: its plain work.
 PLAIN_S = cases.FORWARD_S + cases.BACKWARD_S + cases.OPTIMIZER_S
 #: The numbers of the finding that together tell how many seconds were put in, and how many that are; None: what the
@@ -37,7 +39,7 @@ AMOUNTS: dict[str, tuple[tuple[str, ...], float | None]] = {
     "host_sync": (("own_s",), cases.SYNC_S),
     "stages": (("excess_s",), 2 * cases.MICRO_BATCHES * cases.STAGE_S),
     "experts": (("excess_s",), cases.EXPERT_S),
-    "healthy": (("step_s",), PLAIN_S),
+    "healthy": (("compute_s",), PLAIN_S),
 }
 #: Collectives of a step and bytes of each, exact.
 SENT = {
@@ -90,7 +92,7 @@ def _check(finding: Finding, name: str, spent: float) -> None:
     if name in SENT:
         assert (numbers["per_step"], numbers["payload_bytes"]) == SENT[name]
     if name in WITHOUT:
-        assert numbers["step_without_s"] == pytest.approx(WITHOUT[name], rel=WITHIN), finding.headline
+        assert numbers["step_without_s"] == pytest.approx(WITHOUT[name], rel=WITHOUT_WITHIN), finding.headline
 
 
 @pytest.mark.parametrize("name", SAMPLE)

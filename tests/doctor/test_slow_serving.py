@@ -62,3 +62,22 @@ def test_time_in_the_queue_tells_without_a_queue_now(tmp_path: Path) -> None:
 def test_an_engine_that_keeps_up(tmp_path: Path, text: str) -> None:
     finding = found(tmp_path, text.format(running=8, waiting=0, usage=0.4, thrown=0, first=100.0))
     assert finding.kind == "healthy"
+
+
+@pytest.mark.parametrize("text", [VLLM, SGLANG])
+def test_scrapes_in_files_of_any_name(tmp_path: Path, text: str) -> None:
+    """Counters tell which came first: names in the wrong order must not hide the preemptions."""
+    for n, name in enumerate("cba"):
+        scrape = text.format(running=60, waiting=30, usage=0.99, thrown=100 + 7 * n, first=100.0)
+        (tmp_path / f"{name}.txt").write_text(scrape)
+    finding = judge(read_incident(tmp_path))[0]
+    assert finding.kind == "kv_pressure"
+    assert dict(finding.numbers)["preemptions"] == 14
+
+
+def test_times_and_exemplars_behind_samples(tmp_path: Path) -> None:
+    text = VLLM.format(running=8, waiting=30, usage=0.4, thrown=0, first=25.0)
+    lines = [line if line.startswith("#") else f"{line} 1790000000.25" for line in text.splitlines()]
+    lines[2] += ' # {trace_id="abc"} 0.5 1790000000.0'
+    finding = found(tmp_path, "\n".join(lines))
+    assert (finding.kind, dict(finding.numbers)["running"]) == ("queueing", 8)

@@ -23,6 +23,8 @@ from meshwright.ledger.tracks import LABELS, PLACE
 MIN_SHARE = 0.08
 #: A collective of fewer bytes than this is taken for latency where its sizes do not vary enough to tell.
 SMALL_BYTES = 256 << 10
+#: One whose size is not recorded is taken for latency below this: what a device sends in a fast node in it is a few MB.
+SHORT_S = 40e-6
 #: Gradient collectives of a step from which on they are many; share of latency in a bucket that is well made.
 MANY, WELL_MADE = 8, 0.1
 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES, USUAL_BUCKET_BYTES = 1 << 20, 256 << 20, 25 << 20
@@ -62,7 +64,9 @@ class Traffic:
         """Share of the transfer that does not depend on its size."""
         if self.latency_s is not None and self.transfer_s > 0:
             return min(1.0, self.latency_s / self.transfer_s)
-        return 1.0 if self.payload_bytes is not None and self.payload_bytes < SMALL_BYTES else 0.0
+        if self.payload_bytes is None:
+            return 1.0 if self.transfer_s < SHORT_S else 0.0
+        return 1.0 if self.payload_bytes < SMALL_BYTES else 0.0
 
 
 def traffic(view: SlowView) -> list[Traffic]:

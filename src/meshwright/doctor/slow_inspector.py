@@ -8,6 +8,7 @@ waiting for transfer.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from statistics import median
 
 from meshwright.doctor.findings import Finding, ranks_text
@@ -36,8 +37,45 @@ def findings(incident: Incident) -> list[Finding]:
         return []
     late = [f for identity, calls in by.items() if (f := _late(identity, calls)) is not None]
     late.sort(key=lambda f: -f.numbers[0][1])
-    slow = _slow(by)
-    return [*late, *slow] or [_healthy(by)]
+    ranks = _global_ranks(incident)
+    return [_renumbered(f, ranks) for f in (*late, *_slow(by))] or [_healthy(by)]
+
+
+Places = dict[tuple[str, int], int]
+
+
+def _global_ranks(incident: Incident) -> Places:
+    """(communicator, place in it) -> rank: the place of the same process in the one communicator that is the widest.
+
+    Empty where several are equally wide, or a process drives several devices.
+    """
+    rows = [f.data for f in incident.facts if f.kind == "inspector" and f.data.get("pid") is not None]
+    widest = max((n for d in rows if isinstance(n := d.get("nranks"), int)), default=0)
+    whole = [d for d in rows if d.get("nranks") == widest]
+    if len({d.get("comm_id") for d in whole}) != 1:
+        return {}
+    of = {(d.get("host"), d.get("pid")): d.get("comm_rank") for d in whole}
+    if len(of) < len(whole):
+        return {}
+    found: Places = {}
+    for d in rows:
+        rank, place = of.get((d.get("host"), d.get("pid"))), d.get("comm_rank")
+        if isinstance(rank, int) and isinstance(place, int):
+            found[str(d.get("comm_id")), place] = rank
+    return found
+
+
+def _renumbered(finding: Finding, ranks: Places) -> Finding:
+    """The finding with ranks of the job in place of places in its communicator, where all of them are known."""
+    group = finding.group or ""
+    places = (*finding.guilty_ranks, *finding.waiting_ranks)
+    if any((group, place) not in ranks for place in places) or all(ranks[group, p] == p for p in places):
+        return finding
+    guilty, waiting = (
+        tuple(sorted(ranks[group, place] for place in side)) for side in (finding.guilty_ranks, finding.waiting_ranks)
+    )
+    text = finding.headline.replace(ranks_text(finding.guilty_ranks), ranks_text(guilty), 1)
+    return replace(finding, guilty_ranks=guilty, waiting_ranks=waiting, headline=text)
 
 
 def _late(identity: str, calls: list[tuple[str, Times]]) -> Finding | None:
@@ -80,6 +118,8 @@ def _rates(calls: list[tuple[str, Times]]) -> dict[tuple[str, int, int], float]:
     for op, times in calls:
         took, size = min(t[0] for t in times.values()), max(t[1] for t in times.values())
         name = op_of(op)
+        if name in ("all_gather", "reduce_scatter"):  # the piece of a rank is what is counted (its algobw is of all)
+            size *= len(times)
         moved = wire_bytes(name, size, size if name == "all_gather" else None, len(times))
         if moved:
             found[name, len(times), size.bit_length()].append(moved / (took / 1e6))

@@ -36,7 +36,8 @@ def _mean(facts: Sequence[Fact], key: str) -> float | None:
 def _engine(engine: str, facts: Sequence[Fact]) -> Finding:
     waiting, running = _mean(facts, "waiting") or 0.0, _mean(facts, "running") or 0.0
     usage = _mean(facts, "kv_usage")
-    thrown = slow_cache.grown(facts, "preemptions") or 0.0
+    counted = slow_cache.grown(facts, "retracted")  # of newer SGLang, beside a gauge of the same
+    thrown = counted if counted is not None else slow_cache.grown(facts, "preemptions") or 0.0
     queue, first = _mean(facts[-1:], "queue_s"), _mean(facts[-1:], "ttft_s")
     full = usage is not None and usage >= FULL
     queued = waiting >= MIN_WAITING or (queue is not None and first is not None and queue > QUEUE_SHARE * first > 0)

@@ -106,6 +106,14 @@ def _kernel(
     return _entry(call, args, str(name), groups, at[0] if at is not None else None)
 
 
+def _peer(named: re.Match[str] | None, members: tuple[int, ...]) -> int | None:
+    """The other side of ``nccl:send 0->1``, which are places in the group; arguments tell global ranks."""
+    if named is None:
+        return None
+    place = int(named[2])
+    return members[place] if place < len(members) else place
+
+
 def _dims(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and value[0] not in ([], "", "TensorList")
 
@@ -125,7 +133,8 @@ def _entry(call: Call, args: dict[str, Any], name: str, groups: Groups, enqueued
     if elements is None and shapes:
         elements = prod(shapes[0])
     payload = elements * size if elements is not None and size is not None else None
-    peer = _PEER.search(call.name if _PEER.search(call.name) else name)
+    told = _count(args.get("Dst Rank" if op == "send" else "Src Rank"))
+    named = _PEER.search(call.name) or _PEER.search(name)
     return Entry(
         rank_class="",
         op=op,
@@ -133,7 +142,7 @@ def _entry(call: Call, args: dict[str, Any], name: str, groups: Groups, enqueued
         group=group,
         seq=_count(args.get("Seq")),
         name=_BACKEND.sub("", name)[:80],
-        peer=int(peer[2]) if peer else _count(args.get("Dst Rank" if op == "send" else "Src Rank")),
+        peer=told if told is not None else _peer(named, members),
         splits=_splits(args.get("In split size")),
         shapes=shapes,
         dtype=dtype[:40] if isinstance(dtype, str) else None,

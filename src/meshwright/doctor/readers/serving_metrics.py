@@ -25,7 +25,8 @@ MAX_LINES = 2_000_000
 MAX_KEPT = 10_000
 _HEAD = re.compile(rb"(?:^|\n)(?:# (?:TYPE|HELP) )?(?:vllm|sglang):\w")
 _SAMPLE = re.compile(
-    r"(?:vllm|sglang):(?P<name>\w{1,120})(?:\{(?P<labels>[^}]{0,4000})\})? (?P<value>\S{1,40})(?: \d{10,16})?\s*$"
+    r"(?:vllm|sglang):(?P<name>\w{1,120})(?:\{(?P<labels>[^}]{0,4000})\})? (?P<value>\S{1,40})"
+    r"(?: \d{10,16}(?:\.\d{1,9})?)?(?: # \{.{0,400})?\s*$"
 )
 _LABEL = re.compile(r'(\w{1,60})="((?:[^"\\]|\\.){0,200})"')
 #: Name -> what it is called here; histograms end in ``_sum`` and ``_count``.
@@ -40,6 +41,7 @@ _GAUGES = {
     "num_preemptions_total": "preemptions",
     "num_preemptions": "preemptions",
     "num_retracted_reqs": "preemptions",
+    "num_retracted_requests_total": "retracted",
     "gen_throughput": "tokens_s",
     "cache_hit_rate": "cache_hit_rate",
     "kv_transfer_speed_gb_s": "kv_transfer_gib_s",
