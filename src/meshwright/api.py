@@ -96,7 +96,21 @@ def plan_serve(
         each = f"the commands start one copy on {plan.chosen.layout.world} devices"
         notes = (*notes, f"{each}: start {plan.chosen.copies} of them and deal out the requests between them")
     named = replace(plan, notes=notes, asked=model if isinstance(model, str) else spec.name)
-    return replace(named, commands=usual_commands(named) if named.legal and _starts(named) else ())
+    return _with_commands(named) if named.legal and _starts(named) else named
+
+
+def _with_commands(plan: Plan) -> Plan:
+    """The plan with its commands. What our own runtime cannot be told is a note: plain PyTorch may hold the plan too.
+
+    Raises:
+        InputError: another engine cannot be started that way.
+    """
+    try:
+        return replace(plan, commands=usual_commands(plan))
+    except InputError as error:
+        if not plan.engine.startswith("meshwright"):
+            raise
+        return replace(plan, notes=(*plan.notes, f"no command: {error}"))
 
 
 def usual_commands(plan: Plan) -> tuple[Command, ...]:
@@ -239,7 +253,7 @@ def plan_train(
     plan = decide(spec, cluster, workload or Train(), profile, preset, _layout(layout), recompute_fixed=recompute_fixed)
     notes = (*spec.assumptions, *cluster.notes, *(plan.chosen.memory.notes if plan.chosen else ()))
     named = replace(plan, notes=notes, asked=model if isinstance(model, str) else spec.name)
-    return replace(named, commands=emit(named).commands if named.ok else ())
+    return _with_commands(named) if named.ok else named
 
 
 def emit(
@@ -279,8 +293,31 @@ def emit(
         deployment=deployment,
         options=dict(options or {}),
         spec=plan.spec,
+        cache_tokens=_cache_tokens(plan, prefill),
+        kv_cache_bytes=getattr(plan.chosen.memory, "kv_pool_bytes", None) if plan.chosen is not None else None,
     )
+    if name == "meshwright":
+        _check_own(plan.kind, plan.spec, plan.layout, request.prefill)
     return engines.load(name).emit(request, version)
+
+
+def _cache_tokens(*plans: Plan | None) -> int | None:
+    """Tokens that the caches of all plans hold; None in training."""
+    memories = (p.chosen.memory for p in plans if p is not None and p.chosen is not None)
+    return min((n for m in memories if (n := getattr(m, "kv_cache_tokens", None)) is not None), default=None)
+
+
+def _check_own(kind: str, spec: ModelSpec, *layouts: Layout | None) -> None:
+    """Refuse what our own runtime does not run.
+
+    Raises:
+        InputError: it does not, and why.
+    """
+    from meshwright.runtime.refusal import refusal
+
+    why = refusal(spec, *filter(None, layouts), trains=kind == "train")
+    if why:
+        raise InputError(f"meshwright run {kind} refuses: {why}")
 
 
 def train_workload(**fields: str | int) -> Train:

@@ -155,6 +155,8 @@ class Request:
         train_options: fields of ``TrainEngine`` that differ from its preset (training).
         spec: the model, where the caller has read it: engines whose flags differ for dense models and mixtures of
             experts (SGLang's replicas and attention data parallelism) ask it; None: found by name where it is known.
+        cache_tokens: tokens of one replica's cache as planned, for engines that are told them; None: not known.
+        kv_cache_bytes: KV cache that the plan counts with on the fullest rank, None: the engine takes what is left.
     """
 
     model: str
@@ -167,6 +169,8 @@ class Request:
     options: Mapping[str, str] = field(default_factory=dict)
     train_options: Mapping[str, object] = field(default_factory=dict)
     spec: ModelSpec | None = None
+    cache_tokens: int | None = None
+    kv_cache_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def _one(request: Request, name: str, workload: Serve, settings: ServeSettings, 
     layout, cluster = request.layout, request.cluster
     needs(layout.world, layout, cluster)
     extra, notes = _all_to_all(layout, request.options.get("all2all"), version, cluster.devices_per_node, "low_latency")
-    instance = Instance(name, layout, cluster, workload, settings, extra)
+    instance = Instance(name, layout, cluster, workload, settings, (*extra, *_cache_words(request)))
     way = request.deployment or usual(instance)
     if way in _MANAGERS:
         place = Place.of(request.options, version, "eth0" if way != "slurm" else "ib0")
@@ -69,6 +69,17 @@ def _one(request: Request, name: str, workload: Serve, settings: ServeSettings, 
         )
     commands = WAYS[way](instance)
     return Emission(tuple(commands), (), (*notes, *_memory_note(commands)))
+
+
+def _cache_words(request: Request) -> tuple[str, ...]:
+    """The planned KV cache in words, on CPU.
+
+    There vLLM takes a share of the host's memory less what the process holds at that moment (v1/worker/cpu_worker.py
+    of 0.32, ``determine_available_memory``), so a start beside other processes would have other blocks than the plan.
+    """
+    if request.kv_cache_bytes is None or request.cluster.device.kind != "cpu":
+        return ()
+    return ("--kv-cache-memory-bytes", str(request.kv_cache_bytes))
 
 
 def _pools(request: Request, name: str, workload: Serve, settings: ServeSettings, version: str) -> Emission:
