@@ -12,12 +12,14 @@ import socket
 import struct
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from meshwright.errors import InputError, MeshwrightError
+from meshwright.moves.together import tp_groups
 from meshwright.runtime.launch.local import RankError
 from meshwright.specs.placement import Placement
 
@@ -32,7 +34,7 @@ def run_ray(
     args: Sequence[Any] = (),
     timeout_s: float = 600.0,
     *,
-    placement: Placement | None = None,
+    placements: Sequence[Placement] = (),
     address: str | None = None,
     backend: str = "gloo",
 ) -> list[Any]:
@@ -44,7 +46,7 @@ def run_ray(
         world: number of ranks.
         args: the same for all ranks; serialized by Ray.
         timeout_s: bound on the whole call and on every collective in it.
-        placement: which ranks form a tp group; None: all lie wherever there is room.
+        placements: which ranks form a tp group, pool after pool; none: all lie wherever there is room.
         address: of the cluster; None: the one of the environment (``RAY_ADDRESS``), or a local one made for this call.
         backend: of torch.distributed; with ``nccl`` in it: one GPU a rank.
 
@@ -59,7 +61,8 @@ def run_ray(
 
     started = _connect(ray, address, world)
     gpus = 1 if "nccl" in backend else 0
-    bundles = [{"CPU": float(len(ranks)), "GPU": float(len(ranks) * gpus)} for ranks in nodes(world, placement)]
+    groups = tp_groups(placements) or [(rank,) for rank in range(world)]
+    bundles = [{"CPU": float(len(ranks)), "GPU": float(len(ranks) * gpus)} for ranks in groups]
     room = ray.util.placement_group(bundles, strategy="PACK")
     actors: list[Any] = []
     try:
@@ -67,10 +70,10 @@ def run_ray(
             raise RankError(lacking)
         if not room.wait(ROOM_S):
             raise RankError(
-                f"the Ray cluster had no room for {len(bundles)} x {_words(bundles[0])} within {ROOM_S:g} s, though it "
-                f"is large enough; others use it ({_listed(_alive(ray))})"
+                f"the Ray cluster had no room for {_counted(bundles)} within {ROOM_S:g} s, though it is large enough; "
+                f"others use it, or the groups do not go into its nodes together ({_listed(_alive(ray))})"
             )
-        actors = _actors(ray, room, world, placement, gpus)
+        actors = _actors(ray, room, groups, gpus)
         return _collect(ray, actors, (target, tuple(args), world, backend, timeout_s), timeout_s)
     finally:
         for actor in actors:
@@ -94,14 +97,6 @@ def join(address: str | None, world: int) -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def nodes(world: int, placement: Placement | None) -> list[tuple[int, ...]]:
-    """Ranks that must lie on one node: every tp group; without a placement every rank alone."""
-    if placement is None:
-        return [(rank,) for rank in range(world)]
-    groups = (placement.group("tp", placement.coordinate(rank)) for rank in range(world))
-    return list(dict.fromkeys(groups))
-
-
 def _connect(ray: Any, address: str | None, world: int) -> bool:
     """Join the cluster; True where this call did."""
     if ray.is_initialized():
@@ -122,12 +117,25 @@ def _connect(ray: Any, address: str | None, world: int) -> bool:
 
 
 def _alive(ray: Any) -> dict[str, Mapping[str, float]]:
-    """Resources of every node that is alive, by its address."""
-    return {str(n["NodeManagerAddress"]): n["Resources"] for n in ray.nodes() if n["Alive"]}
+    """Resources of every node that is alive, by its address; of several at one address by address and number."""
+    return _named([(str(n["NodeManagerAddress"]), n["Resources"]) for n in ray.nodes() if n["Alive"]])
+
+
+def _named(nodes: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Mapping[str, float]]:
+    out: dict[str, Mapping[str, float]] = {}
+    for address, has in nodes:
+        same = sum(name.split(" ")[0] == address for name in out)
+        out[f"{address} ({same + 1})" if same else address] = has
+    return out
 
 
 def _words(resources: Mapping[str, float]) -> str:
     return " and ".join(f"{amount:g} {kind}" for kind, amount in resources.items() if amount) or "nothing"
+
+
+def _counted(bundles: Sequence[Mapping[str, float]]) -> str:
+    """``"1 x 2 CPU and 3 x 1 CPU"``."""
+    return " and ".join(f"{count} x {need}" for need, count in Counter(map(_words, bundles)).items())
 
 
 def _listed(nodes: Mapping[str, Mapping[str, float]]) -> str:
@@ -157,11 +165,11 @@ def shortage(bundles: Sequence[Mapping[str, float]], nodes: Mapping[str, Mapping
     return ""
 
 
-def _actors(ray: Any, room: Any, world: int, placement: Placement | None, gpus: int) -> list[Any]:
-    """One actor a rank, each in the bundle of its tp group."""
+def _actors(ray: Any, room: Any, groups: Sequence[tuple[int, ...]], gpus: int) -> list[Any]:
+    """One actor a rank, each in the bundle of its group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    bundle = {rank: number for number, ranks in enumerate(nodes(world, placement)) for rank in ranks}
+    bundle = {rank: number for number, ranks in enumerate(groups) for rank in ranks}
     remote = ray.remote(Rank)
     return [
         remote.options(
@@ -170,7 +178,7 @@ def _actors(ray: Any, room: Any, world: int, placement: Placement | None, gpus: 
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle[rank]),
         ).remote(rank)
-        for rank in range(world)
+        for rank in sorted(bundle)
     ]
 
 

@@ -112,9 +112,9 @@ def on_ray(config: EngineConfig, address: str | None) -> EngineConfig:
     from meshwright.runtime.launch.ray import join, run_ray
 
     host = join(address, config.world)
-    placement = config.placement if config.decode is None else None
+    placements = [p for p in (config.placement, config.decode) if p is not None]
 
     def launch(target: Callable[..., Any], world: int, args: Sequence[Any], timeout_s: float, **more: Any) -> list[Any]:
-        return run_ray(target, world, args, timeout_s, placement=placement, address=address, backend=more["backend"])
+        return run_ray(target, world, args, timeout_s, placements=placements, address=address, backend=more["backend"])
 
     return replace(config, launch=launch, host=host)

@@ -64,7 +64,7 @@ def on_ray(job: TrainJob, more: Mapping[str, Any]) -> list[Summary]:
     from meshwright.runtime.launch.ray import run_ray
 
     backend = "nccl" if job.device == "cuda" else "gloo"
-    return run_ray(body, job.placement.layout.world, (job,), RUN_S, placement=job.placement, backend=backend, **more)
+    return run_ray(body, job.placement.layout.world, (job,), RUN_S, placements=[job.placement], backend=backend, **more)
 
 
 def under_torchrun(job: TrainJob, say: Say) -> list[Summary] | None:
