@@ -82,13 +82,21 @@ def test_places_are_limited_by_the_caches() -> None:
     assert time.ttft.value > timed(LLAMA).ttft.value + 3 * 500 * 0.9 * time.tpot.value
 
 
+def test_a_request_decodes_beside_what_is_inside_on_average() -> None:
+    """Arrivals see time averages: at a rate at which half a request is inside, another one is met half of the time."""
+    alone = timed(LLAMA, Serve(isl=1000, osl=500, concurrency=1)).tpot.value
+    for inside in (0.1, 0.9, 3.0):
+        found = timed(LLAMA, Serve(isl=1000, osl=500, rate=inside / (500 * alone)))
+        assert found.running == pytest.approx(1 + inside, abs=0.6)
+
+
 def test_a_rate_settles_or_grows_without_end() -> None:
     low, high = (timed(LLAMA, Serve(isl=1000, osl=500, rate=r)) for r in (0.5, 4.0))
     assert low.stable
     assert high.stable
     assert low.ttft.value < high.ttft.value
     assert low.tpot.value < high.tpot.value
-    assert high.running == pytest.approx(4.0 * 500 * high.tpot.value, abs=1)
+    assert high.running == pytest.approx(1 + 4.0 * 500 * high.tpot.value, abs=1)
     too_much = timed(LLAMA, Serve(isl=1000, osl=500, rate=1000.0))
     assert not too_much.stable
     assert too_much.ttft.value == inf

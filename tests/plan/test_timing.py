@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from math import exp, log
+from pathlib import Path
 
 import pytest
 
+from meshwright.errors import InputError
+from meshwright.ledger.calibrate import Calibration, Sample
+from meshwright.plan.machine_file import measured_cluster, write
 from meshwright.plan.timing.closed_loop import Host, Load, Steps, closed_loop, pools
 from meshwright.plan.timing.collective import (
     Wiring,
@@ -15,11 +20,20 @@ from meshwright.plan.timing.collective import (
     small_all_reduce_seconds,
     table,
 )
-from meshwright.plan.timing.compute import constants, efficiency, op_seconds, op_time, roofline, unit_dtype
+from meshwright.plan.timing.compute import (
+    constants,
+    efficiency,
+    op_seconds,
+    op_time,
+    peak_flops,
+    roofline,
+    unit_dtype,
+    work_seconds,
+)
 from meshwright.plan.timing.estimate import Seconds, spread, total, weakest
 from meshwright.plan.wire import compute
 from meshwright.specs.atlas.devices import find_device
-from meshwright.specs.cluster import parse_cluster
+from meshwright.specs.cluster import MeasuredShare, parse_cluster
 
 H200 = parse_cluster("1x8xH200")
 
@@ -193,3 +207,42 @@ def test_prefill_limits_the_pools_when_it_is_too_small() -> None:
     assert few.tpot <= many.tpot
     # Little's law of the whole loop: users = rate x time inside, and the rate is that of the one lane.
     assert 64 / (few.ttft + 100 * few.tpot) == pytest.approx(1 / STEPS.prompt, rel=0.02)
+
+
+def test_measured_points_stand_for_the_roofline_of_a_device() -> None:
+    """At a point what was measured there, between two of them in between, beyond the last ones as at their ends."""
+    points = ((0.5, 1.0, 30e-6), (2.0, 0.25, 50e-6), (128.0, 0.9, 0.0))
+    device = replace(find_device("H100-SXM"), measured=(MeasuredShare("dense", "bf16", 0.6, 0.8, points),))
+    rate, peak = device.bandwidth_bytes_s, peak_flops(device, "bf16")
+
+    def seconds(intensity: float, moved: float = 1e9) -> float:
+        return work_seconds(moved, intensity * moved, 4096, device, "dense", "bf16")
+
+    for intensity, share, besides in points:
+        best = max(1e9 / rate, intensity * 1e9 / peak)
+        assert seconds(intensity) == pytest.approx(best / share + besides)
+    assert seconds(1.0) == pytest.approx(1e9 / rate / 0.5 + 40e-6), "the geometric mean of 1 and 0.25"
+    assert seconds(0.1) == pytest.approx(seconds(0.5))
+    assert work_seconds(0.0, 0.0, 0, device, "dense", "bf16") == 0.0
+
+
+def test_points_are_fitted_to_measured_shapes_and_kept_by_the_file(tmp_path: Path) -> None:
+    """Products that reach half of the bandwidth and take 40 us besides; many rows reach all of the peak."""
+    flops, rate = 50e9, 20e9
+    samples = []
+    for m, share, besides in ((1, 0.5, 40e-6), (4096, 1.0, 0.0)):
+        for n in (256, 1024, 4096):
+            moved, work = 4 * (m * n + n * n + m * n), 2 * m * n * n
+            best = max(moved / rate, work / flops)
+            samples.append(Sample("matmul", "f32", None, (m, n, n), best / (best / share + besides)))
+    c = Calibration("a test", 1, {"f32": flops}, rate, work=tuple(samples))
+    cluster = measured_cluster(parse_cluster("1xH100-SXM"), c)
+    (found,) = cluster.device.measured
+    assert found.points[0] == (0.5, pytest.approx(0.5, rel=1e-3), pytest.approx(40e-6, rel=1e-3))
+    assert found.points[-1][1:] == (pytest.approx(1.0, rel=1e-3), pytest.approx(0.0, abs=1e-7))
+    write(cluster, c, tmp_path / "here.toml")
+    assert parse_cluster(str(tmp_path / "here.toml")).device.measured == cluster.device.measured
+    bad = (tmp_path / "here.toml").read_text().replace('"points" = [[0.5, ', '"points" = [[1e9, ')
+    (tmp_path / "bad.toml").write_text(bad)
+    with pytest.raises(InputError, match="ascend"):
+        parse_cluster(str(tmp_path / "bad.toml"))

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import log2, prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from meshwright.errors import InputError
-from meshwright.ledger.calibrate import Calibration, Sample, Transfer
+from meshwright.ledger.calibrate import Calibration, Sample, Transfer, line
 from meshwright.ledger.calibration_file import as_dict, table_lines
 from meshwright.specs.atlas.devices import match_device
 from meshwright.specs.cluster import Cluster, Device, Driver, Link, MeasuredMove, MeasuredShare
+from meshwright.specs.dtypes import size_bytes
 from meshwright.specs.units import GIB
 
 #: FLOPs a byte from which a product is bound by arithmetic on the measured machine: twice the ridge of its roofline.
@@ -70,16 +72,32 @@ def wire_share(op: str, ranks: int) -> float:
 
 
 def shares(c: Calibration) -> Iterable[MeasuredShare]:
-    """Median share of bandwidth and of the peak by class and dtype: of what one of them binds."""
+    """By class and dtype the median share of bandwidth and of the peak, of what one of them binds, and the median
+    share of the roofline at each intensity."""
     for (op, dtype), samples in _by_kind(c.work).items():
         bound = {True: [], False: []}  # type: dict[bool, list[float]]
+        at: dict[float, list[tuple[float, float]]] = {}
         ridge = c.flops_s.get(dtype, min(c.flops_s.values())) / c.bandwidth_bytes_s
         for s in samples:
-            bound[_intensity(s) > BEYOND_RIDGE * ridge].append(s.efficiency)
+            intensity = _intensity(s)
+            bound[intensity > BEYOND_RIDGE * ridge].append(s.efficiency)
+            if op == "matmul" and len(s.sizes) == 3:
+                best = c.roofline(2 * prod(s.sizes), _moved_bytes(s), dtype)
+                at.setdefault(2.0 ** round(log2(intensity)), []).append((best, best / s.efficiency))
         computing, reading = bound[True] or bound[False], bound[False] or bound[True]
-        yield MeasuredShare(CLASSES[op], dtype, min(median(reading), 10.0), min(median(computing), 10.0))
+        points = tuple((intensity, *_reached(found)) for intensity, found in sorted(at.items()))
+        yield MeasuredShare(CLASSES[op], dtype, min(median(reading), 10.0), min(median(computing), 10.0), points)
     if c.light_bytes_s:
         yield MeasuredShare("passes", "f32", min(c.light_bytes_s / c.bandwidth_bytes_s, 1.0), 1.0)
+
+
+def _reached(found: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Share of the roofline and seconds besides: the line through ``(seconds at the best rates, seconds)``."""
+    knots = [(round(best * 1e12), took) for best, took in found]  # in picoseconds
+    besides, rate, _ = line(knots)
+    if len({best for best, _ in knots}) < 2 or besides >= min(took for _, took in found):
+        return median(best / took for best, took in found), 0.0
+    return rate * 1e-12, besides
 
 
 def _by_kind(work: Sequence[Sample]) -> dict[tuple[str, str], list[Sample]]:
@@ -91,11 +109,15 @@ def _by_kind(work: Sequence[Sample]) -> dict[tuple[str, str], list[Sample]]:
 
 
 def _intensity(s: Sample) -> float:
-    """FLOPs a byte, elements of four bytes: of a product by its sides, of a core by its new tokens a sequence."""
+    """FLOPs a byte: of a product by its sides, of a core by whether it has more than one new token a sequence."""
     if s.op == "matmul" and len(s.sizes) == 3:
-        m, k, n = s.sizes
-        return 2 * m * k * n / (4 * (m * k + k * n + m * n))
+        return 2 * prod(s.sizes) / _moved_bytes(s)
     return 1e9 if s.phase == "prefill" else 0.0
+
+
+def _moved_bytes(s: Sample) -> int:
+    m, k, n = s.sizes
+    return size_bytes(s.dtype) * (m * k + k * n + m * n)
 
 
 def as_toml(cluster: Cluster, c: Calibration, remarks: Sequence[str] = ()) -> str:
@@ -112,7 +134,7 @@ def as_toml(cluster: Cluster, c: Calibration, remarks: Sequence[str] = ()) -> st
         "peak_tflops": {dtype: flops / 1e12 for dtype, flops in device.peak_flops},
     }
     if device.measured:
-        dev["measured"] = [m._asdict() for m in device.measured]
+        dev["measured"] = [{k: v for k, v in m._asdict().items() if v != ()} for m in device.measured]
     if device.driver is not None:
         dev["driver"] = device.driver._asdict()
     if device.booted:

@@ -196,6 +196,7 @@ def _at_rate(
 ) -> ServingTime:
     """Random arrivals at ``rate`` a replica: requests inside by Little's law, prompts wait as in an M/D/1 queue.
 
+    A request decodes beside as many others as are inside on average, since arrivals see time averages (Wolff 1982).
     A prompt waits u / (2 (1 - u)) rounds, u being the share of time that rounds take (Pollaczek and Khinchine with
     equal service times); decode steps are stretched by what rounds take from them. Unstable when u reaches 1 or more
     requests are inside than the caches hold.
@@ -204,7 +205,7 @@ def _at_rate(
     for _ in range(LITTLE_ROUNDS):
         times, busy = _open(found, rate, workload, host, basis.engine)
         wanted = rate * workload.osl * times.tpot if busy < 1 else inf
-        following = max(1, min(ceil(wanted), capacity) if wanted < inf else capacity)
+        following = max(1, min(round(1 + wanted), capacity) if wanted < inf else capacity)
         if following == running:
             break
         running, found = following, steps(following)

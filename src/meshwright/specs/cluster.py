@@ -37,12 +37,13 @@ class MeasuredMove(NamedTuple):
 
 class MeasuredShare(NamedTuple):
     """Shares of a device's memory bandwidth and peak that a class of work (dense, attention; passes: what lies between
-    products) reached in a dtype."""
+    products) reached in a dtype; ``points``: ``(FLOPs a byte, share of the roofline, seconds besides)``, ascending."""
 
     work: str
     dtype: str
     memory: float
     compute: float
+    points: tuple[tuple[float, float, float], ...] = ()
 
 
 class Driver(NamedTuple):

@@ -247,17 +247,22 @@ def _link(where: str, value: Any) -> Link:
     )
 
 
-def _rows(where: str, table: Mapping[str, Any], key: str = "measured") -> list[Mapping[str, Any]]:
+def _rows(where: str, table: Mapping[str, Any], key: str = "measured", kind: type = dict) -> list[Any]:
     rows = table.get(key, [])
-    if not isinstance(rows, list) or len(rows) > MAX_ROWS or not all(isinstance(row, Mapping) for row in rows):
-        raise InputError(f"{where} must be a list of at most {MAX_ROWS} tables, as calibrate writes them")
+    if not isinstance(rows, list) or len(rows) > MAX_ROWS or not all(isinstance(row, kind) for row in rows):
+        raise InputError(f"{where} must be a list of at most {MAX_ROWS} rows, as calibrate writes them")
     return rows
 
 
 def _share(row: Mapping[str, Any]) -> MeasuredShare:
-    shares = [_number(f"device.measured.{name}", row.get(name), 1e-9, 10) for name in ("memory", "compute")]
+    where = "device.measured"
+    memory, compute = (_number(f"{where}.{name}", row.get(name), 1e-9, 10) for name in ("memory", "compute"))
+    points = _rows(where, row, "points", list)
+    found = tuple(_point(f"{where}.points", point) for point in points)
+    if list(found) != sorted(found):
+        raise InputError(f"{where}.points must ascend")
     return MeasuredShare(
-        _text("device.measured.work", row.get("work")), _text("device.measured.dtype", row.get("dtype")), *shares
+        _text(f"{where}.work", row.get("work")), _text(f"{where}.dtype", row.get("dtype")), memory, compute, found
     )
 
 
@@ -295,3 +300,9 @@ def _move(where: str, row: Mapping[str, Any]) -> MeasuredMove:
         _number(f"{where}.error", row.get("error"), 0, 1e6),
         pairs,
     )
+
+
+def _point(where: str, point: list[Any]) -> tuple[float, float, float]:
+    if len(point) != 3:
+        raise InputError(f"{where} must be FLOPs a byte, a share and seconds, as calibrate writes them")
+    return _number(where, point[0], 1e-9, 1e12), _number(where, point[1], 1e-9, 1e3), _number(where, point[2], 0, 10)

@@ -8,8 +8,10 @@ kernel hides neither fully, so the two times are joined by a p-norm instead of t
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
 from functools import cache
+from math import exp, inf, log
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -45,11 +47,23 @@ class Efficiency(NamedTuple):
         memory: share of the device's memory bandwidth.
         compute: share of the peak of the units used, for wide products.
         ramp: width at which a product loses as much time as it computes: time x (1 + ramp / width).
+        points: of a measured device ``(FLOPs a byte, share of the roofline, seconds besides)``; they then stand for all
+            of the above.
     """
 
     memory: float
     compute: float
     ramp: float = 0.0
+    points: tuple[tuple[float, float, float], ...] = ()
+
+    def seconds(self, moved_bytes: float, flops: float, rate: float, peak: float) -> float:
+        """By ``points``: what was measured at this intensity, between two of them straight in its logarithm."""
+        intensity = flops / moved_bytes if moved_bytes else self.points[-1][0]
+        at = bisect_right(self.points, (intensity, inf, inf))
+        (x0, low, a), (x1, high, b) = self.points[max(at - 1, 0)], self.points[min(at, len(self.points) - 1)]
+        part = log(intensity / x0) / log(x1 / x0) if x1 > x0 else 0.0
+        share, besides = exp(log(low) + part * log(high / low)), a + part * (b - a)
+        return max(moved_bytes / rate, flops / peak) / share + besides
 
 
 @cache
@@ -90,7 +104,7 @@ def _measured(device: Device, kind: ShapeClass, dtype: str) -> Efficiency:
     work = {"experts": "dense"}.get(kind, kind)
     unit = unit_dtype(device, dtype)
     found = sorted((m for m in device.measured if m.work == work), key=lambda m: m.dtype != unit)
-    return Efficiency(found[0].memory, found[0].compute) if found else Efficiency(1.0, 1.0)
+    return Efficiency(found[0].memory, found[0].compute, 0.0, found[0].points) if found else Efficiency(1.0, 1.0)
 
 
 def measured_passes(device: Device) -> float | None:
@@ -128,8 +142,10 @@ def roofline(moved_bytes: Any, flops: Any, rate: Any, peak: Any, sharpness: floa
 
 def work_seconds(moved_bytes: float, flops: float, width: float, device: Device, kind: ShapeClass, dtype: str) -> float:
     """Seconds of one kernel without its launch; ``width``: the narrower side of a product's weight (0: none)."""
-    e = efficiency(device, kind, dtype)
-    peak = peak_flops(device, dtype) * e.compute
+    e, peak = efficiency(device, kind, dtype), peak_flops(device, dtype)
+    if e.points:
+        return e.seconds(moved_bytes, flops, device.bandwidth_bytes_s, peak)
+    peak *= e.compute
     if width:
         peak /= 1.0 + e.ramp / width
     rate = device.bandwidth_bytes_s * e.memory

@@ -113,6 +113,8 @@ def kernel_seconds(k: Kernel, e: Efficiency, rate: float, peak: float) -> float:
         if k.spread:
             read = min(read + c["imbalance"] * read**0.5, k.held)
         moved = moved * read / k.experts
+    if e.points:
+        return e.seconds(moved, k.flops, rate, peak)
     top = peak * e.compute
     if k.rows:
         top /= 1.0 + c["tile"] / k.rows
