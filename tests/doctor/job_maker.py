@@ -9,6 +9,8 @@ from typing import Any
 #: (copy, stage, step, micro-batch, kind) -> seconds of computation.
 Seconds = Callable[[int, int, int, int, str], float]
 TRANSFER_S, REDUCE_S, OPTIMIZER_S = 0.001, 0.05, 0.02
+#: (copy, lower of two neighbouring stages) -> how many times longer a hand-off between them takes.
+SLOW_LINKS: dict[tuple[int, int], float] = {}
 
 
 Pass = tuple[str, int, int]
@@ -74,7 +76,8 @@ def _copy(
                 start = free[stage]
                 if gets:
                     sent = done[kind, source, batch]
-                    start = max(free[stage], sent) + TRANSFER_S
+                    slower = SLOW_LINKS.get((copy, min(stage, source % stages)), 1.0)
+                    start = max(free[stage], sent) + TRANSFER_S * slower
                     _row(
                         out,
                         copy,

@@ -67,6 +67,30 @@ def test_slow_worker(tmp_path: Path) -> None:
     assert "2x as long as its peers" in finding.headline
 
 
+def test_two_slow_workers_are_both_named(tmp_path: Path) -> None:
+    def two(copy: int, stage: int, step: int, batch: int, kind: str) -> float:
+        return TIME[kind] * (1.7 if (copy, stage) in ((1, 2), (3, 0)) else 1.0)
+
+    table = job_maker.rows(4, STAGES, BATCHES, STEPS, two)
+    finding = judge(read_incident(job_maker.write(tmp_path / "x.parquet", table)))[0]
+    assert (finding.kind, set(finding.guilty_ranks)) == ("compute_straggler", {20, 12})
+    assert "ranks 12 and 20 compute up to 1.7x as long" in finding.headline
+
+
+@pytest.mark.parametrize(
+    ("kind", "guilty", "slow"), [("sequence_imbalance", set(), None), ("compute_straggler", {4}, 1)]
+)
+def test_without_a_pipeline_no_stage_is_blamed(tmp_path: Path, kind: str, guilty: set[int], slow: int | None) -> None:
+    def took(copy: int, stage: int, step: int, batch: int, kind: str) -> float:
+        return (
+            TIME[kind] * (2.0 if copy == slow else 1.0) if slow is not None else sequences(copy, 0, step, batch, kind)
+        )
+
+    findings = judge(read_incident(job_maker.write(tmp_path / "x.parquet", job_maker.rows(4, 1, BATCHES, 3, took))))
+    assert (findings[0].kind, set(findings[0].guilty_ranks)) == (kind, guilty)
+    assert all(f.kind != "stage_imbalance" for f in findings)
+
+
 def test_slow_last_stage(tmp_path: Path) -> None:
     finding = found(tmp_path, slow_last_stage)
     assert (finding.kind, finding.guilty_ranks) == ("stage_imbalance", (24, 28))
@@ -76,6 +100,15 @@ def test_slow_last_stage(tmp_path: Path) -> None:
 def test_unequal_sequences(tmp_path: Path) -> None:
     finding = found(tmp_path, sequences)
     assert finding.kind == "sequence_imbalance"
+
+
+@pytest.mark.parametrize("lower", [0, 1, 2])
+def test_a_slow_link_between_two_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lower: int) -> None:
+    """Hand-offs of one pair take a hundred times as long; the workers at its ends compute like the others."""
+    monkeypatch.setitem(job_maker.SLOW_LINKS, (1, lower), 100.0)
+    finding = found(tmp_path, usual)
+    assert (finding.kind, finding.guilty_ranks) == ("slow_link", (8 * lower + 4, 8 * lower + 12))
+    assert "x as long as others" in finding.headline
 
 
 def test_equal_work_is_healthy(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from meshwright.ledger.replay import Graph, Op, Seconds, ideal_seconds, play, re
 MIN_SLOWDOWN, WORST = 1.05, 0.03
 #: Share of the loss that a cause must explain to be named first; of the rest, to be named at all.
 MAIN, NAMED = 0.5, 0.1
+#: A worker computes longer than its peers from this factor on.
+COMPUTES_MORE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,9 @@ class Loss:
     Attributes:
         step_s: of a step, delays of launching left out. ideal_s: nobody slower than others. recorded_s: as it was.
         workers: the worst ones, with the share of the loss that goes away without them (``workers_share``).
+        link, link_factor: ranks of the pair whose hand-offs take so many times what others do; empty where no one
+            pair stands out.
+        slow, slow_share: the worst workers and those that are slow like them, and what goes away without all of these.
         last_stage_share: the same without the last stage being different. shares: by cause.
     """
 
@@ -40,6 +45,10 @@ class Loss:
     shares: dict[str, float]
     factor: float
     where: str
+    link: tuple[int, ...] = ()
+    link_factor: float = 1.0
+    slow: tuple[int, ...] = ()
+    slow_share: float = 0.0
 
     @property
     def slowdown(self) -> float:
@@ -70,13 +79,15 @@ def loss_of(job: Job) -> Loss:
     last = mean(replaced(seconds, ideal, lambda p: graph.ops[p].stage == stages - 1))
     shares = {
         "workers": (step - without) / lost,
-        "stages": max(step - mean(_balanced_stages(graph, seconds)), step - last) / lost,
+        "stages": max(step - mean(_balanced_stages(graph, seconds)), step - last) / lost if stages > 1 else 0.0,
         "sequences": (step - mean(_same_sequences(graph, seconds))) / lost,
         "communication": (step - mean(replaced(seconds, ideal, lambda p: graph.ops[p].communicates))) / lost,
         "gc": (step - mean(_no_pauses(graph, seconds))) / lost,
     }
     copy, stage = worst[0]
+    slow = _alike(graph, seconds, {cell: score - best for cell, score in cells.items()}, worst)
     ends = np.maximum.reduce([op.end_s for op in graph.ops]).max(axis=0)
+    pair, slower = _slow_pair(graph, seconds)
     return Loss(
         step,
         best,
@@ -87,6 +98,10 @@ def loss_of(job: Job) -> Loss:
         shares,
         _factor(graph, seconds, copy, stage),
         f"stage {stage} of copy {job.copies[copy]}",
+        tuple(sorted(job.rank(job.copies[c], s) for c, s in pair)),
+        slower,
+        tuple(sorted(job.rank(job.copies[c], s) for c, s in slow)),
+        (step - mean(_workers(graph, seconds, ideal, slow))) / lost,
     )
 
 
@@ -151,6 +166,50 @@ def _no_pauses(graph: Graph, seconds: list[Seconds]) -> list[Seconds]:
     return [np.zeros_like(s) if op.kind == "gc" else s for op, s in zip(graph.ops, seconds, strict=True)]
 
 
+#: A worker is slow like the worst when alone it costs this share of what the worst does.
+LIKE_WORST = 0.5
+
+
+def _alike(graph: Graph, seconds: list[Seconds], costs: Cells, worst: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The worst workers and others that compute longer than their peers and cost nearly as much; of no stage more than
+    half of the copies, which would be the stage."""
+    copies = graph.ops[0].start_s.shape[0]
+    least = LIKE_WORST * costs[worst[0]]
+    more = [c for c, cost in costs.items() if cost >= least > 0 and _factor(graph, seconds, *c) >= COMPUTES_MORE]
+    kept = [c for c in more if 2 * sum(other[1] == c[1] for other in more) <= copies]
+    return sorted({*worst, *kept})
+
+
+#: A pair's link is slow from this factor over the others', where it has this share of what all pairs take beyond it.
+SLOW_PAIR, ITS_SHARE = 2.0, 0.5
+
+
+def _slow_pair(graph: Graph, seconds: list[Seconds]) -> tuple[tuple[tuple[int, int], ...], float]:
+    """The two workers (copy, stage) whose hand-offs are slow while others are not, and by which factor."""
+    stages = 1 + max(op.stage for op in graph.ops)
+    taken: dict[tuple[int, int], float] = {}
+    for op, own in zip(graph.ops, seconds, strict=True):
+        other = _OTHER_SIDE.get(op.kind)
+        if other is None:
+            continue
+        lower = (op.stage if other > 0 else op.stage - 1) % stages
+        for copy, spent in enumerate(own.mean(axis=1)):
+            taken[copy, lower] = taken.get((copy, lower), 0.0) + float(spent)
+    if len(taken) < 3:
+        return (), 1.0
+    worst = max(taken, key=lambda cell: taken[cell])
+    usual = float(np.median(list(taken.values())))
+    beyond = sum(max(0.0, t - usual) for t in taken.values())
+    if usual <= 0 or taken[worst] < SLOW_PAIR * usual or taken[worst] - usual < ITS_SHARE * beyond:
+        return (), 1.0
+    copy, lower = worst
+    return ((copy, lower), (copy, (lower + 1) % stages)), taken[worst] / usual
+
+
+#: Where the other side of a hand-off is: a stage up or down.
+_OTHER_SIDE = {"forward-send": 1, "forward-recv": -1, "backward-send": -1, "backward-recv": 1}
+
+
 def _factor(graph: Graph, seconds: list[Seconds], copy: int, stage: int) -> float:
     """How many times longer a worker computes than workers of the other copies at its stage (else all others)."""
     own = sum(float(s[copy].sum()) for op, s in zip(graph.ops, seconds, strict=True) if _is(op, stage))
@@ -201,20 +260,24 @@ def findings(job: Job) -> list[Finding]:
         text = f"no worker, stage or sequence holds the others up: {loss.slowdown:.2f}x of the ideal step"
         return [Finding("healthy", confidence="high", headline=text, numbers=numbers)]
     ranked = sorted(loss.shares.items(), key=lambda pair: -pair[1])
-    if loss.workers_share >= MAIN:
+    if loss.link and loss.factor < COMPUTES_MORE:  # a worker without its slow link is not slow
+        ranked = [pair for pair in ranked if pair[0] != "workers"]
+    elif loss.workers_share >= MAIN:
         ranked.sort(key=lambda pair: pair[0] != "workers")
     named = [name for name, share in ranked if share >= NAMED] or [ranked[0][0]]
     return [_finding(job, loss, name, numbers) for name in named]
 
 
 def _finding(job: Job, loss: Loss, name: str, numbers: tuple[tuple[str, float], ...]) -> Finding:
-    kind = _KINDS[name]
-    share = loss.shares[name]
+    kind = "slow_link" if name == "communication" and loss.link else _KINDS[name]
+    share = loss.slow_share if name == "workers" else loss.shares[name]
     after = loss.step_s - share * (loss.step_s - loss.ideal_s)
     who: tuple[int, ...] = ()
     if name == "workers":
-        who = loss.workers
-        head = f"{ranks_text(who)} ({loss.where}) computes {loss.factor:.2g}x as long as its peers, and the others wait"
+        who = loss.slow
+        many = f"compute up to {loss.factor:.2g}x as long as their peers"
+        one = f"({loss.where}) computes {loss.factor:.2g}x as long as its peers"
+        head = f"{ranks_text(who)} {one if len(who) == 1 else many}, and the others wait"
     elif name == "stages":
         who = _slow_stage(job)
         head = f"stages are unequal: {ranks_text(who)} compute longest, and the others wait"
@@ -222,6 +285,9 @@ def _finding(job: Job, loss: Loss, name: str, numbers: tuple[tuple[str, float], 
         head = "micro-batches are unequal: their lengths differ, and the others wait for the longest"
     elif name == "gc":
         head = "garbage collection stops workers one by one, and the others wait"
+    elif loss.link:
+        who = loss.link
+        head = f"hand-offs between {ranks_text(who)} take {loss.link_factor:.2g}x as long as others, and the rest wait"
     else:
         head = "transfers differ, and the slow ones hold the step up"
     head += f": {100 * min(share, 1.0):.0f} % of what is lost. The step takes {loss.slowdown:.2f}x the ideal one"
