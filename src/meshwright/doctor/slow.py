@@ -63,7 +63,7 @@ def _of_tracks(view: SlowView) -> list[Finding]:
         found.append((comm.numbers[1][1], comm))
     link = slow_comm.slow_link(view)
     if link is not None:
-        found.append((0.0 if found else view.step_s, link))
+        found.append((link.numbers[1][1] if found else view.step_s, link))
     found.sort(key=lambda pair: -pair[0])
     kept = [f for _, f in found]
     untold = _untold(view)

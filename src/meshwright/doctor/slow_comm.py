@@ -28,6 +28,8 @@ SHORT_S = 40e-6
 #: Gradient collectives of a step from which on they are many; share of latency in a bucket that is well made.
 MANY, WELL_MADE = 8, 0.1
 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES, USUAL_BUCKET_BYTES = 1 << 20, 256 << 20, 25 << 20
+#: Share of the exposed transfers that gradients have to have beside gathers of parameters.
+IN_PAIR = 0.4
 #: A group is slow when its bus bandwidth is below this share of its like's.
 SLOW_LINK = 0.5
 _BUCKETS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -187,6 +189,9 @@ def finding(view: SlowView) -> Finding | None:
         return None
     first = rows[0]
     kind = _kind(first)
+    if kind == "latency_bound_comm":  # of equal parts (gathers before, reductions after) gradients tell of buckets
+        own = next((t for t in rows if _kind(t) == "tiny_buckets" and t.exposed_s >= IN_PAIR * exposed), None)
+        first, kind = (own, "tiny_buckets") if own is not None else (first, kind)
     after = step_seconds(view, transfer=0.0)
     if kind == "tiny_buckets":
         fused = _fused(first)
@@ -264,6 +269,18 @@ def _row(view: SlowView, t: Traffic) -> str:
     )
 
 
+def _lost_s(view: SlowView, ranks: tuple[int, ...], op: str, share: float) -> float:
+    """Seconds of a step that the transfers of a slow group take longer than those of its like, where nothing hides
+    them; the mean of its ranks."""
+    spent = sum(
+        v.exposed_transfer
+        for m, row in zip(view.meetings, view.visits, strict=True)
+        if m.op == op and m.ranks == ranks
+        for v in row.values()
+    )
+    return spent / 1e9 / len(ranks) / view.steps * (1 - share)
+
+
 def slow_link(view: SlowView) -> Finding | None:
     """A group or pair that carries the same much more slowly than its like."""
     by: dict[tuple[str, int, int], dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -298,5 +315,10 @@ def slow_link(view: SlowView) -> Finding | None:
         unknown=("which NIC: a log with NCCL_DEBUG=INFO tells",),
         advice=ADVICE["slow_link"],
         op=op,
-        numbers=(("rate_bytes_s", rate), ("usual_bytes_s", usual), ("share", share)),
+        numbers=(
+            ("rate_bytes_s", rate),
+            ("lost_s", _lost_s(view, ranks, op, share)),
+            ("usual_bytes_s", usual),
+            ("share", share),
+        ),
     )

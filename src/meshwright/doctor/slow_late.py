@@ -120,8 +120,20 @@ def _beyond(view: SlowView, place: int, rank: int, visit: Visit, labels: tuple[s
 
 
 def _without(view: SlowView, cause: str, guilty: tuple[int, ...]) -> Less:
+    """Without what the guilty do beyond the others of a meeting; where all of it are guilty, beyond the ranks that
+    are not, of which they take the same share off everywhere."""
+    labels, others = CAUSES[cause], [r for r in view.ranks if r not in guilty]
+    beyond = {}
+    if others and cause != BEFORE:
+        usual = median(view.label_s(r, *labels) for r in others)
+        beyond = {r: max(0.0, 1 - usual / own) for r in guilty if (own := view.label_s(r, *labels)) > 0}
+
     def less(place: int, rank: int, visit: Visit) -> float:
-        return _beyond(view, place, rank, visit, CAUSES[cause]) if rank in guilty else 0.0
+        if rank not in guilty:
+            return 0.0
+        if beyond and all(r in guilty for r in view.visits[place]):
+            return sum(float(visit.gap[PLACE[n]]) for n in labels) * beyond.get(rank, 0.0)
+        return _beyond(view, place, rank, visit, labels)
 
     return less
 
@@ -166,10 +178,12 @@ def _steps(view: SlowView, cause: str, guilty: tuple[int, ...]) -> float:
 
 def counts(view: SlowView, late: Late) -> bool:
     """Whether a cause is worth a finding: more than jitter, and seen in what the guilty spend as a whole."""
-    least = JITTER if len(late.ranks) == len(view.ranks) else MIN_SHARE
-    if late.wait_s < least * view.step_s:
+    everyone = len(late.ranks) == len(view.ranks)
+    if late.wait_s < (JITTER if everyone else MIN_SHARE) * view.step_s:
         return False
-    return late.cause == BEFORE or len(late.ranks) == len(view.ranks) or late.excess_s >= MIN_EXCESS * view.step_s
+    # Ranks that take turns spend no more than others in sum.
+    turns = len(late.ranks) > 1 and late.steps < SYSTEMATIC and late.wait_s >= JITTER * view.step_s
+    return late.cause == BEFORE or everyone or turns or late.excess_s >= MIN_EXCESS * view.step_s
 
 
 def finding(view: SlowView, late: Late, transfer: str) -> Finding:

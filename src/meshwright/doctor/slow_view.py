@@ -8,7 +8,7 @@ others did meanwhile.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean, median
@@ -112,7 +112,7 @@ class SlowView:
     @cached_property
     def blames(self) -> list[Blame]:
         """What made others wait, one row a meeting and label."""
-        return [b for n, meeting in enumerate(self.meetings) for b in _blames(meeting, self.visits[n])]
+        return [b for n, meeting in enumerate(self.meetings) for b in _blames(meeting, self.visits[n], self.visits)]
 
     def transfer_s(self, op: str | None = None) -> float:
         """Exposed transfer a step in matched collectives, the mean of ranks."""
@@ -194,8 +194,9 @@ def _visits(track: Track, own: Sequence[tuple[int, Meeting]]) -> Iterable[tuple[
         yield numbers[place], Visit(begun, ended, wait, moved, stands, met, origin, gaps[place])
 
 
-def _blames(meeting: Meeting, row: dict[int, Visit]) -> list[Blame]:
-    """Why the last one came last."""
+def _blames(meeting: Meeting, row: dict[int, Visit], visits: Sequence[Mapping[int, Visit]]) -> list[Blame]:
+    """Why the last one came last: what it did longer than the others since its last meeting; where that explains less
+    than half of the waiting, since the last meeting that it had with them."""
     last = meeting.last
     others = [v for r, v in row.items() if r != last]
     waited = sum(v.exposed_wait for v in others) / len(others) / 1e9
@@ -213,6 +214,39 @@ def _blames(meeting: Meeting, row: dict[int, Visit]) -> list[Blame]:
         before = own.origin - median(v.origin for v in others)
         excess |= {BEFORE: before} if before > 0 else {}
     whole = sum(excess.values())
+    if whole < 0.5e9 * waited and waited > TRACED_S:
+        earlier = _since_together(last, row, visits)
+        if sum(earlier.values()) > max(whole, 0.5e9 * waited):
+            excess, whole = earlier, sum(earlier.values())
     if whole <= 0:
         return [Blame(last, "idle", meeting.op, meeting.step, waited)]
     return [Blame(last, label, meeting.op, meeting.step, waited * e / whole) for label, e in excess.items()]
+
+
+#: Meetings that are looked back over, and seconds of waiting that are worth it.
+MAX_BACK, TRACED_S = 32, 20e-6
+
+
+def _since_together(last: int, row: Mapping[int, Visit], visits: Sequence[Mapping[int, Visit]]) -> dict[str, float]:
+    """Nanoseconds by label that the last one spent beyond the others since they met; the median over them."""
+    own = dict(_history(last, row[last], visits))
+    beyond = []
+    for rank, visit in row.items():
+        met = next(((p, gap) for p, gap in _history(rank, visit, visits) if p in own), None) if rank != last else None
+        if met is not None:
+            beyond.append(own[met[0]] - met[1])
+    if not beyond:
+        return {}
+    usual = np.median(np.array(beyond), axis=0)
+    return {LABELS[n]: float(usual[n]) for n in _OWN if usual[n] > 0}
+
+
+def _history(rank: int, visit: Visit, visits: Sequence[Mapping[int, Visit]]) -> Iterable[tuple[int, Sums]]:
+    """Meetings that a rank left before a visit, the latest first, with its own time by label from each to the visit."""
+    total, place = visit.gap, visit.since
+    for _ in range(MAX_BACK):
+        yield place, total
+        if place < 0:
+            return
+        before = visits[place][rank]
+        total, place = total + before.gap, before.since
