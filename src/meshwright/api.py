@@ -263,7 +263,7 @@ def emit(
     deployment: Deployment | None = None,
     options: Mapping[str, str] | None = None,
 ) -> Emission:
-    """What to type on every node, and the files that go with it; empty where there is nothing to type yet.
+    """What to type on every node, and the files that go with it; empty where no layout works.
 
     Args:
         plan: a plan with a legal layout; for pools that of the decode side.
@@ -278,9 +278,7 @@ def emit(
     from meshwright.engines.base import Emission, Request
 
     name, version = engines.split_name(plan.engine)
-    if plan.layout is None or not engines.can_emit(name):
-        if prefill is not None or deployment is not None:
-            raise InputError(f"{plan.engine} has nothing to type yet; commands come from another --engine")
+    if plan.layout is None:
         return Emission(())
     both = prefill.cluster.nodes + plan.cluster.nodes if prefill is not None else plan.cluster.nodes
     request = Request(

@@ -11,7 +11,7 @@ from meshwright.errors import InputError
 from meshwright.specs.profile import EngineProfile
 
 #: Engine -> its folder. ``<folder>.profile`` has ``PROFILES``: short version -> profile, newest first;
-#: ``<folder>`` has ``ENGINE`` where it can parse and emit.
+#: ``<folder>`` has ``ENGINE``, which parses and emits.
 FOLDERS: dict[str, str] = {
     "vllm": "meshwright.engines.vllm",
     "sglang": "meshwright.engines.sglang",
@@ -69,15 +69,7 @@ def load(name: str) -> Engine:
     """The engine behind a name, with everything it can parse and emit.
 
     Raises:
-        InputError: the name is not known, or the engine has a profile only.
+        InputError: the name is not known.
     """
     engine, _ = split_name(name)
-    found = getattr(import_module(FOLDERS[engine]), "ENGINE", None)
-    if found is None:
-        raise InputError(f"{engine} has a profile only; its commands cannot be read or written yet")
-    return cast(Engine, found)
-
-
-def can_emit(engine: str) -> bool:
-    """Whether the engine's folder writes commands (our own runtime does not yet)."""
-    return hasattr(import_module(FOLDERS[engine]), "ENGINE")
+    return cast(Engine, import_module(FOLDERS[engine]).ENGINE)

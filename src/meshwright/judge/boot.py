@@ -58,8 +58,6 @@ def read_log(path: Path) -> BootLog:
         InputError: no engine knows its lines.
     """
     for name in ("vllm", "sglang", "trtllm", "megatron", "torchtitan"):
-        if name not in engines.FOLDERS or not engines.can_emit(name):
-            continue
         found = engines.load(name).read_log(lines_of(path))
         if found is not None:
             return found

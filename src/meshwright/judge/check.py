@@ -16,6 +16,7 @@ from meshwright.specs.cluster import Cluster
 from meshwright.specs.hf.read import read_model
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.rules import Rule
+from meshwright.specs.workload import Train
 
 #: Bytes of a file that are searched for signs of an engine.
 MAX_SIGNS = 1 << 16
@@ -30,6 +31,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
     "accelerate": ("accelerate",),
     "transformers": ("transformers", "distributed_config", "tp_plan", "--fsdp", "tp_size", "fsdp_size"),
+    "meshwright": ("meshwright\nrun", "meshwright.cli.main"),
     "torchrun": ("torchrun", "torch.distributed"),
 }
 
@@ -46,16 +48,13 @@ def readers(data: bytes) -> Iterator[Engine]:
     head = data[:MAX_SIGNS]
     signed = [e for e, signs in FILE_SIGNS.items() if any(sign in head for sign in signs)]
     for name in dict.fromkeys([*signed, *HINTS]):
-        if name in engines.FOLDERS and engines.can_emit(name):
-            yield engines.load(name)
+        yield engines.load(name)
 
 
 def candidates(argv: Sequence[str]) -> list[str]:
     """Engines whose hint stands in the command, in the order of ``HINTS``; all of them when none does."""
     text = "\n".join(argv).lower()
-    named = [e for e, hints in HINTS.items() if e in engines.FOLDERS and any(h in text for h in hints)]
-    found = [e for e in named if engines.can_emit(e)]
-    return found or [e for e in HINTS if e in engines.FOLDERS and engines.can_emit(e)]
+    return [e for e, hints in HINTS.items() if any(h in text for h in hints)] or list(HINTS)
 
 
 def whose(argv: Sequence[str], engine: str | None) -> tuple[Engine, str | None]:
@@ -110,6 +109,20 @@ def completed(engine: Engine, invocation: Invocation, spec: ModelSpec, cluster: 
     return engine.complete(invocation, spec, cluster) if isinstance(engine, Completes) else invocation
 
 
+def runnable(invocation: Invocation, spec: ModelSpec) -> Invocation:
+    """The invocation with a finding where it starts our own runtime, which does not run the model or the layout."""
+    if invocation.engine != "meshwright":
+        return invocation
+    from meshwright.runtime.refusal import refusal
+
+    layouts = filter(None, (invocation.prefill, invocation.layout))
+    why = refusal(spec, *layouts, trains=isinstance(invocation.workload, Train))
+    if not why:
+        return invocation
+    rule = Rule("not_run", "illegal", why, "take another layout, or plan with another --engine", "runtime/refusal.py")
+    return replace(invocation, findings=(*invocation.findings, rule))
+
+
 def check_words(
     words: Sequence[str],
     cluster: Cluster,
@@ -135,7 +148,7 @@ def check_words(
         notes=(*invocation.notes, *pasted.notes),
     )
     spec = model_of(found, invocation, model)
-    invocation = completed(found, invocation, spec, cluster)
+    invocation = runnable(completed(found, invocation, spec, cluster), spec)
     said = (*(f"{name}={value}" for name, value in pasted.env), *pasted.argv)
     invocation = longer_than_the_model(invocation, spec, said)
     workload = with_lengths(invocation.workload, spec, isl, osl, concurrency)

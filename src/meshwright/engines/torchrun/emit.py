@@ -21,7 +21,7 @@ MAX_WRITTEN = 8
 #: Said with every command that runs on several nodes.
 INTERFACE = "where a host has several networks set NCCL_SOCKET_IFNAME to the one that reaches the others"
 
-_OURS = re.compile(r"\$(HEAD_IP(:\d+)?|NODE_RANK|SLURM_PROCID|SLURM_JOB_ID)")
+_OURS = re.compile(r"\$(HEAD_IP(:\d+)?|NODE_IP|NODE_RANK|SLURM_PROCID|SLURM_JOB_ID)")
 
 
 def spread(world: int, cluster: Cluster) -> tuple[int, int]:

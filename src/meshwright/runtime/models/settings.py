@@ -215,6 +215,18 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def check_family(spec: ModelSpec) -> None:
+    """Refuse a model whose checkpoint the runtime cannot read, by its family alone.
+
+    Raises:
+        InputError: another family, or a wrapper with parts beside the decoder.
+    """
+    if SAME.get(spec.model_type, spec.model_type) not in FAMILIES:
+        raise InputError(f"{spec.name}: the runtime cannot run model_type {spec.model_type[:40]!r}")
+    if any(True for _ in spec.select("vision")):
+        raise InputError(f"{spec.name}: the runtime runs the decoder alone, this model has a vision encoder")
+
+
 def check_runnable(spec: ModelSpec, layout: Layout) -> None:
     """Refuse what the runtime does not compute, before any process starts.
 
