@@ -43,6 +43,9 @@ def serve(
     cache_tokens: int | None = typer.Option(None, "--cache-tokens", help="Tokens of the KV cache of a replica."),
     block_size: int = typer.Option(16, "--block-size", help="Tokens of a block of the KV cache."),
     decode_block_size: int | None = typer.Option(None, "--decode-block-size", help="Of the --decode ranks, if other."),
+    kv_transport: str = typer.Option(
+        "torch", "--kv-transport", help="What carries keys and values to --decode: torch (gloo), or nixl (UCX)."
+    ),
     prefix_cache: bool = typer.Option(True, "--prefix-cache/--no-prefix-cache", help="Equal beginnings share blocks."),
     restarts: int = typer.Option(3, "--restarts", help="How often ranks that died are started anew."),
     engine: str = typer.Option(
@@ -84,8 +87,15 @@ def serve(
         raise InputError("give --layout, or both --prefill and --decode")
     if decode_block_size is not None and decode is None:
         raise InputError("--decode-block-size belongs to --decode; use --block-size")
+    one_of(kv_transport, "--kv-transport", ("torch", "nixl"))
+    if kv_transport != "torch" and decode is None:
+        raise InputError("--kv-transport belongs to --decode; without it nothing is carried")
     need(("torch", "safetensors"), "serving", "run,serve")
     need(("fastapi", "uvicorn"), "serving", "serve")
+    if kv_transport == "nixl":
+        from meshwright.runtime.serve.nixl import need_nixl
+
+        need_nixl()
     from meshwright import engines
     from meshwright.runtime.serve.api.key import key_from
     from meshwright.runtime.serve.api.main import Address, run
@@ -93,7 +103,7 @@ def serve(
 
     wishes = Wishes(
         dtype, device, max_sequences, max_batch_tokens, max_len, max_queue, cache_tokens, block_size, prefix_cache,
-        restarts, decode_block_size,
+        restarts, decode_block_size, kv_transport,
     )  # fmt: skip
     first = prefill or layout or "tp=1"
     config = engine_config(Path(model), first, engines.profile("meshwright"), wishes, decode)

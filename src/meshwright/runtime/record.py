@@ -87,6 +87,8 @@ class Recorder:
         self._shared = torch.library.Library(transport.NAMESPACE, "IMPL")
         for name in transport.OPS:
             self._shared.impl(name, self._shared_kernel(name), "BackendSelect")
+        for name in transport.LATER:
+            self._shared.impl(name, self._later_kernel(name), "BackendSelect")
         self._hook_wait()
         if self._mode is not None:
             self._mode.__enter__()
@@ -185,6 +187,22 @@ class Recorder:
             entry = self._entry(call, channel.name, channel.size, channel.index)
             op.redispatch(cpu, *args)
             _end(entry)
+
+        return kernel
+
+    def _later_kernel(self, name: str) -> Callable[..., Any]:
+        """The kernel of an op that is over once what it posted has come or left."""
+        op = getattr(torch.ops.meshwright, name).default
+        kind, _ = transport.LATER[name]
+        cpu = DispatchKeySet(DispatchKey.CPU)
+
+        def kernel(x: torch.Tensor, number: int, peer: int, tag: int) -> None:
+            by = transport.poster(number)
+            entry = self._entry(c10d.Call(kind, (x,), peer=peer), by.name, by.size, by.index)
+            op.redispatch(cpu, x, number, peer, tag)
+            transport.posted(number, name, peer, tag).add_done_callback(
+                lambda over: None if over.exception() else _end(entry)
+            )
 
         return kernel
 

@@ -21,8 +21,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,9 +47,40 @@ _library.define("all_reduce_(Tensor(a!) x, int channel) -> ()")
 _library.define("gather_(Tensor x, Tensor(a!)[] out, int channel, int root) -> ()")
 _library.define("send(Tensor x, int channel, int dst) -> ()")
 _library.define("recv_(Tensor(a!) x, int channel, int src) -> ()")
+_library.define("post_send(Tensor x, int channel, int dst, int tag) -> ()")
+_library.define("post_recv_(Tensor(a!) x, int channel, int src, int tag) -> ()")
 
 #: Channels of this process by the number that the ops carry.
 _channels: dict[int, Channel] = {}
+
+
+class Posted(Future[None]):
+    """A message that is under way."""
+
+    def wait(self) -> None:
+        """Until it has come, or its memory is free again.
+
+        Raises:
+            RuntimeError: it could not be carried.
+        """
+        self.result()
+
+
+class Poster(Protocol):
+    """Carries tensors that are posted now and there later, told apart by a tag; a number of the ops stands for it."""
+
+    name: str
+    index: int
+    size: int
+
+    def post(self, op: str, x: Tensor, peer: int, tag: int) -> Posted:
+        """Begin; the result is there once ``x`` has come, or has left."""
+        ...
+
+
+#: Posters of this process by number, and what they have under way until it is taken.
+_posters: dict[int, Poster] = {}
+_posted: dict[tuple[int, str, int, int], Posted] = {}
 
 
 def usable() -> bool:
@@ -229,6 +262,39 @@ OPS = {
 }
 
 
+#: The same of ops that return before they are over.
+LATER = {"post_send": ("send", "dst"), "post_recv_": ("recv", "src")}
+
+
+def join(poster: Poster) -> int:
+    """Take a poster in; the number that the ops carry."""
+    number = len(_posters)
+    _posters[number] = poster
+    return number
+
+
+def poster(number: int) -> Poster:
+    """The poster that an op names."""
+    return _posters[number]
+
+
+def posted(number: int, op: str, peer: int, tag: int) -> Posted:
+    """What an op has begun."""
+    return _posted[number, op, peer, tag]
+
+
+def take(number: int, op: str, peer: int, tag: int) -> Posted:
+    """The same, and forget it here."""
+    return _posted.pop((number, op, peer, tag))
+
+
+def _post(op: str) -> Callable[[Tensor, int, int, int], None]:
+    def kernel(x: Tensor, number: int, peer: int, tag: int) -> None:
+        _posted[number, op, peer, tag] = _posters[number].post(op, x, peer, tag)
+
+    return kernel
+
+
 def channel(number: int) -> Channel:
     """The channel that an op names."""
     return _channels[number]
@@ -238,3 +304,5 @@ _library.impl("all_reduce_", lambda x, number: _channels[number].all_reduce(x), 
 _library.impl("gather_", lambda x, out, number, root: _channels[number].gather(x, out, root), "CPU")
 _library.impl("send", lambda x, number, dst: _channels[number].send(x, dst), "CPU")
 _library.impl("recv_", lambda x, number, src: _channels[number].recv(x, src), "CPU")
+for _name in LATER:
+    _library.impl(_name, _post(_name), "CPU")

@@ -62,6 +62,29 @@ def split(
     return SplitEngine(EngineConfig(model, a, blocks=blocks, block_size=4, limits=limits, decode=b, **more), transfer_s)
 
 
+def sent_bytes(served: SplitEngine) -> Counter[tuple[int, int]]:
+    """Bytes of keys and values that left, by rank (-1: any replica) and layer, as recorded."""
+    sent: Counter[tuple[int, int]] = Counter()
+    assert served.ranks.results is not None
+    for rank, ledger in enumerate(served.ranks.results):
+        for entry in ledger.entries:
+            if entry.op == "send" and entry.name == "KV blocks":
+                sent[rank if served.config.placement.layout.dp == 1 else -1, entry.layer] += entry.payload_bytes
+    return sent
+
+
+def planned_bytes(served: SplitEngine) -> Counter[tuple[int, int]]:
+    """The same as planned for ``PROMPTS``."""
+    a, b = served.config.placement, served.config.decode
+    assert b is not None
+    planner, planned = Planner(a, b), Counter[tuple[int, int]]()
+    for p in PROMPTS:
+        for m in planner.plan(len(p), 0, 0, 0):
+            width = sum(head_widths(a, m.layer))
+            planned[m.source if a.layout.dp == 1 else -1, m.layer] += m.nbytes(width, 4)
+    return planned
+
+
 @pytest.mark.parametrize(
     ("model", "prefill", "decode"), [*PAIRS[:3], *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS[3:])]
 )
@@ -74,22 +97,7 @@ def test_tokens_are_those_of_the_undivided_run_and_bytes_those_of_the_plan(
     served = split(folder, prefill, decode, record=True, prefix=False, decode_block_size=size)
     assert run(served, partial(all_said, prompts=PROMPTS)) == tiny.oracle(folder, PROMPTS, NEW)[0]
     assert all(s.pool.owned == 0 for s in served.schedulers)
-    sent: Counter[tuple[int, int]] = Counter()
-    assert served.ranks.results is not None
-    for rank, ledger in enumerate(served.ranks.results):
-        for entry in ledger.entries:
-            if entry.op == "send" and entry.name == "KV blocks":
-                sent[rank, entry.layer] += entry.payload_bytes
-    assert served.config.decode is not None
-    planner, planned = Planner(served.config.placement, served.config.decode), Counter[tuple[int, int]]()
-    replicas = served.config.placement.layout.dp
-    for p in PROMPTS:
-        for m in planner.plan(len(p), 0, 0, 0):
-            width = sum(head_widths(served.config.placement, m.layer))
-            planned[m.source if replicas == 1 else -1, m.layer] += m.nbytes(width, 4)
-    if replicas > 1:
-        sent = Counter({(-1, layer): sum(b for (_, n), b in sent.items() if n == layer) for _, layer in sent})
-    assert sent == planned
+    assert sent_bytes(served) == planned_bytes(served)
 
 
 def test_a_prefix_that_the_decode_pool_has_is_not_sent_again(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:

@@ -40,6 +40,7 @@ class EngineConfig:
         decode: placement of ranks of their own that decode what the others have prefilled; None: all do both.
         decode_block_size: of the caches of these, which hold as many tokens; None: the same.
         record: ranks record what they send.
+        kv_transport: what carries keys and values from prefill to decode ranks, ``torch`` or ``nixl``.
     """
 
     model: Model
@@ -56,6 +57,7 @@ class EngineConfig:
     decode: Placement | None = None
     decode_block_size: int | None = None
     record: bool = False
+    kv_transport: str = "torch"
 
     @property
     def decode_cache(self) -> tuple[int, int]:
@@ -232,7 +234,9 @@ class Engine:
     def _job(self, control: Control) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         c = self.config
         cache = c.blocks, c.block_size
-        job = ServeJob(c.model, c.placement, c.dtype, c.device, cache, control, c.decode, c.decode_cache, c.record)
+        job = ServeJob(
+            c.model, c.placement, c.dtype, c.device, cache, control, c.decode, c.decode_cache, c.record, c.kv_transport
+        )
         return serve_rank, (job,)
 
     def _lost(self) -> None:

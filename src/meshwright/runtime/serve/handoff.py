@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Protocol
 
@@ -153,10 +154,8 @@ class Sender:
         while True:
             self._sent.acquire()
             pending, _ = self._under_way[0]
-            try:
+            with suppress(RuntimeError):  # lost, or the other rank is gone: the request is computed again
                 pending.wait()
-            except RuntimeError:  # the other rank is gone; the launcher ends this one too
-                return
             self._under_way.popleft()
 
 

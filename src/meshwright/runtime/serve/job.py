@@ -21,6 +21,7 @@ class ServeJob:
         decode: placement of the ranks that decode only; they follow those of ``placement`` in the world.
         decode_cache: theirs.
         record: record what is sent.
+        kv_transport: what carries keys and values between pools, ``torch`` or ``nixl``.
     """
 
     model: Model
@@ -32,6 +33,7 @@ class ServeJob:
     decode: Placement | None = None
     decode_cache: tuple[int, int] = (0, 0)
     record: bool = False
+    kv_transport: str = "torch"
 
 
 def serve_rank(rank: int, job: ServeJob) -> Any:

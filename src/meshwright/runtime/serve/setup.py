@@ -37,6 +37,7 @@ class Wishes:
         queue: that may wait. cache_tokens: of each replica, None: from the free memory. block_size: tokens of a block.
         decode_block_size: of ranks that decode only, None: the same.
         prefix: equal beginnings share blocks. restarts: of ranks that died.
+        kv_transport: between pools, ``torch`` or ``nixl``.
     """
 
     dtype: str | None = None
@@ -50,6 +51,7 @@ class Wishes:
     prefix: bool = True
     restarts: int = 3
     decode_block_size: int | None = None
+    kv_transport: str = "torch"
 
 
 def engine_config(
@@ -76,7 +78,7 @@ def engine_config(
     return EngineConfig(
         model, placements[0], dtype, wishes.device, tokens // wishes.block_size, wishes.block_size, limits,
         wishes.prefix, restarts=wishes.restarts, decode=placements[1] if decode is not None else None,
-        decode_block_size=wishes.decode_block_size,
+        decode_block_size=wishes.decode_block_size, kv_transport=wishes.kv_transport,
     )  # fmt: skip
 
 

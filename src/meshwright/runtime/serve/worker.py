@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshwright.ledger.schema import Ledger
 from meshwright.runtime.checkpoint import TORCH_DTYPES, load
@@ -20,7 +21,7 @@ from meshwright.runtime.record import Recorder
 from meshwright.runtime.sampling import Choice, choose_rows
 from meshwright.runtime.scope import scope
 from meshwright.runtime.serve.cache import PagedCache, Planned
-from meshwright.runtime.serve.handoff import Planner, PointToPoint, Receiver, Sender
+from meshwright.runtime.serve.handoff import Planner, PointToPoint, Receiver, Sender, Transport
 from meshwright.runtime.serve.job import ServeJob
 from meshwright.runtime.serve.link import Link
 from meshwright.runtime.serve.stage import StageRunner
@@ -51,11 +52,20 @@ class Worker:
         self.sender: Sender | None = None
         self.receiver: Receiver | None = None
         if job.decode is not None:
-            planner, transport = Planner(job.placement, job.decode), PointToPoint()
+            planner, transport = Planner(job.placement, job.decode), self._transport(job)
             if decodes:
                 self.receiver = Receiver(rank, planner, self.cache, transport, self._arrived)
             else:
                 self.sender = Sender(rank, planner, self.cache, transport)
+
+    def _transport(self, job: ServeJob) -> Transport:
+        """What carries keys and values."""
+        if job.kv_transport == "torch":
+            return PointToPoint()
+        from meshwright.runtime.serve.nixl import Nixl
+
+        assert self.mesh.store is not None
+        return Nixl(self.rank, dist.get_world_size(), self.mesh.store)
 
     def _arrived(self, transfer: int) -> None:
         self.link.send({"arrived": transfer})
