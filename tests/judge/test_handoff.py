@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -76,6 +80,73 @@ def test_the_planned_command_is_started_healthy_and_ended_with_its_children(tmp_
     assert "healthy after" in got.output
     assert "not compared" in got.output
     assert gone(child_of(log))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_no_engine_outlives_us(tmp_path: Path, number: signal.Signals) -> None:
+    log = tmp_path / "boot.log"
+    words = ["run", "serve", "smollm2-135m", "--engine", "vllm-0.32", "--on", "1x2xA100-40G", "--layout", "tp=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        *words,
+        "--program",
+        stub(tmp_path),
+        "--log",
+        str(log),
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ours:
+        assert ours.stdout is not None
+        assert any("healthy after" in line for line in ours.stdout)
+        ours.send_signal(number)
+        assert ours.wait(30) == 0
+    assert gone(child_of(log))
+
+
+def test_a_second_interrupt_ends_the_patience(tmp_path: Path) -> None:
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
+    running = Running(Start((sys.executable, "-c", deaf), {}, (), 9), tmp_path / "log")
+    end = time.monotonic() + 30
+    while "up" not in (tmp_path / "log").read_text() and time.monotonic() < end:
+        time.sleep(0.05)
+    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    began = time.monotonic()
+    running.stop()
+    assert running.process.returncode == -signal.SIGKILL
+    assert time.monotonic() - began < 30
+
+
+def test_health_is_asked_directly_and_of_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    log = tmp_path / "boot.log"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(InputError, match=f"port {port} on 127.0.0.1 is taken"):
+            Running(Start((*stub(tmp_path).split(), "--port", str(port)), {}, (), port), log)
+    running = Running(Start((*stub(tmp_path).split(), "--port", str(port)), {}, (), port), log)
+    try:
+        assert running.wait_healthy(30, print) < 30
+    finally:
+        running.stop()
+
+
+def test_who_answers_no_http_is_not_healthy(tmp_path: Path) -> None:
+    loop = "while 1: s.accept()[0].send(b'no\\n\\n')"
+    code = f"import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n{loop}"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    running = Running(Start((sys.executable, "-c", code, str(port)), {}, (), port), tmp_path / "log")
+    try:
+        with pytest.raises(EngineFailed, match="not healthy within 2 s"):
+            running.wait_healthy(2, print)
+    finally:
+        running.stop()
 
 
 def test_an_engine_that_dies_is_told_by_its_first_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -278,3 +279,25 @@ def test_models_and_layouts_that_are_not_run_are_refused() -> None:
         check_runnable(decoder(**sizes, experts=4), parse_layout(layout))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="layer 0 is not attention with a gated MLP or experts"):
         check_runnable(decoder(**sizes, gated=False), parse_layout("tp=1"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["config.json", SINGLE, "weights.safetensors"])
+def test_a_named_pipe_in_the_folder_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    tiny.write(tmp_path, "llama")
+    if name == "weights.safetensors":
+        (tmp_path / SINGLE).unlink()
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    else:
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match=r"not a regular file|safetensors weights are needed"):
+        read_folder(tmp_path)
+
+
+def test_a_header_as_long_as_its_file_is_not_read_whole(tmp_path: Path) -> None:
+    tiny.write(tmp_path, "llama")
+    with (tmp_path / SINGLE).open("wb") as file:
+        file.write(struct.pack("<Q", (1 << 40) - 8))
+        file.truncate(1 << 40)
+    with pytest.raises(InputError, match="bytes; at most 33554432 are read"):
+        read_folder(tmp_path)

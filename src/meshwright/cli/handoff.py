@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import socket
 import tempfile
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from meshwright.errors import InputError
 
 if TYPE_CHECKING:
     from meshwright.plan.plan import Plan
+
+#: Signals that end us as Ctrl-C does: an engine has a session of its own, and would outlive us.
+ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,10 @@ def hand_off(asked: Asked) -> None:
         where = "every node" if command.node is None else f"node {command.node}"
         typer.echo(f"first, or on {where} ({command.purpose}): {command.text}")
     log = asked.log or Path(tempfile.mkdtemp(prefix="meshwright-serve-")) / "boot.log"
+    if asked.host not in {"127.0.0.1", "localhost", "::1"}:
+        typer.echo(f"unwise: {asked.host} may be reached from other machines; give a key with --flag", err=True)
     typer.echo(f"starting: {shlex.join(start.words)}\nlog: {log}")
+    before = {number: signal.signal(number, signal.default_int_handler) for number in ENDS}
     running = Running(start, log)
     try:
         took = running.wait_healthy(ready_s, lambda line: typer.echo(line, err=True))
@@ -77,6 +84,8 @@ def hand_off(asked: Asked) -> None:
         typer.echo("ending it", err=True)
     finally:
         running.stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _planned(asked: Asked) -> Plan:

@@ -6,11 +6,13 @@ What it prints goes to a file as it is printed.
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import time
 import urllib.request
@@ -31,6 +33,8 @@ ERROR, MAX_LINES = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+"), 1_000_000
 LOOPBACK, ANYWHERE = "127.0.0.1", ("0.0.0.0", "::")
 #: Purposes of commands that start a server on this node; others prepare a cluster or belong to other nodes.
 STARTS = ("serve", "router")
+#: It is asked directly, whatever proxy the environment names.
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class EngineFailed(MeshwrightError):
@@ -86,11 +90,12 @@ class Running:
         start: what. log: file that it prints to. folder: it runs in.
 
     Raises:
-        InputError: its program is not there, or the log cannot be written.
+        InputError: its program is not there, its port is taken, or the log cannot be written.
     """
 
     def __init__(self, start: Start, log: Path, folder: Path | None = None) -> None:
         self.start, self.log = start, log
+        _free(start.host, start.port)
         try:
             out = log.open("wb")
         except OSError as error:
@@ -144,9 +149,9 @@ class Running:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+            with NO_PROXY.open(f"{self.url}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):
             return False
 
     def cause(self) -> str:
@@ -169,14 +174,12 @@ class Running:
         return self.process.wait()
 
     def stop(self) -> None:
-        """End it and all it started."""
-        for number, patience_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
-            if not self._group(number):
-                break
-            try:
-                self.process.wait(patience_s)
-            except subprocess.TimeoutExpired:
-                continue
+        """End it and all it started; a second Ctrl-C ends the patience."""
+        try:
+            if self._group(signal.SIGTERM):
+                self.process.wait(END_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            pass
         self._group(signal.SIGKILL)
         self.process.wait()
 
@@ -187,6 +190,19 @@ class Running:
         except (ProcessLookupError, PermissionError):
             return False
         return True
+
+
+def _free(host: str, port: int) -> None:
+    """Refuse a port that somebody listens on already: their answers would pass for those of the engine.
+
+    Raises:
+        InputError: it is taken.
+    """
+    try:
+        socket.create_connection((LOOPBACK if host in ANYWHERE else host, port), timeout=2).close()
+    except OSError:
+        return
+    raise InputError(f"port {port} on {host} is taken; choose another with --port, or --port 0 for a free one")
 
 
 def _printable(line: str) -> str:

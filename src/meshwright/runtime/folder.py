@@ -16,7 +16,7 @@ from meshwright.errors import InputError
 from meshwright.runtime.models.settings import Settings, read_settings
 from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.hf.read import model_from_config
-from meshwright.specs.hf.resolve import parse
+from meshwright.specs.hf.resolve import MAX_FILE_BYTES, parse
 from meshwright.specs.model import ModelSpec
 from meshwright.specs.tensors import expand
 
@@ -70,10 +70,18 @@ def read_folder(folder: str | Path) -> Model:
 
 
 def _bytes(path: Path, needed: str) -> bytes:
+    _regular(path)
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); {needed}") from None
+
+
+def _regular(path: Path) -> None:
+    """Refuse a named pipe, which would be waited for, or a device, which has no end."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: not a regular file; a file of the checkpoint is needed")
 
 
 def _stored(base: Path) -> dict[str, Stored]:
@@ -113,13 +121,14 @@ def read_header(path: Path) -> Iterator[tuple[str, Stored]]:
     Raises:
         InputError: no safetensors file, a header that contradicts itself, or fewer bytes than it promises.
     """
+    _regular(path)
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             whole = path.stat().st_size
             if not 2 <= length <= whole - 8:
                 raise InputError(f"{path}: {whole} bytes with a header of {length}; truncated or no safetensors file")
-            raw = parse(file.read(length), f"{path}: header")
+            raw = parse(file.read(min(length, MAX_FILE_BYTES + 1)), f"{path}: header")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     end = 0

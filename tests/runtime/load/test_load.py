@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +29,8 @@ FIRST_S, EACH_S = 0.3, 0.15
 class Handler(BaseHTTPRequestHandler):
     """A server that waits FIRST_S, then a token every EACH_S; prompts that begin with 13 break off, with 14 fail.
 
-    With 15 it counts its tokens in another way than the API does.
+    With 15 it counts its tokens in another way than the API does, with 16 it says infinitely many, with 17 its stream
+    has no end, with 18 it is nested too deeply.
     """
 
     protocol_version = "HTTP/1.1"
@@ -55,6 +57,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if first == 14:
             self.wfile.write(json.dumps({"error": {"message": "full"}}).encode())
+        elif first == 16:
+            self.wfile.write(b'data: {"choices": [{"text": "x"}], "usage": {"completion_tokens": Infinity}}\n\n')
+        elif first == 17:
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(b": still here\n\n" * 1000)
+        elif first == 18:
+            self.wfile.write(b"data: " + b"[" * 100_000 + b"\n\n")
         else:
             time.sleep(FIRST_S)
             for i in range(asked["max_tokens"]):
@@ -120,6 +130,30 @@ def test_answers_that_fail_or_break_off_are_counted_and_not_averaged(
     assert sorted(got.errors) == ["503: full", "KeyError: 'completion_tokens'", "ValueError: the stream broke off"]
     assert got.ttft is not None
     assert got.ttft.count == 1
+
+
+def test_a_hostile_stream_is_an_error_of_its_request(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Prompts, "of", lambda self, number, tokens: [16 + number])
+    got = outcome(drive(target_of(server, None, None, 30), together(3, 1, 2), Prompts(), 3))
+    assert (got.requests, got.failed) == (3, 3)
+    kinds = [error.split(":")[0] for error in sorted(got.errors)]
+    assert kinds == ["OverflowError", "RecursionError", "ValueError"]
+    assert any("the stream has no end after 10016 lines" in error for error in got.errors)
+
+
+def test_an_interrupted_run_sends_no_more(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seconds: float) -> None:
+        if threading.current_thread() is threading.main_thread() and len(Handler.seen) == 2:
+            raise KeyboardInterrupt
+        sleep(max(0.01, seconds))
+
+    sleep = time.sleep
+    monkeypatch.setattr("meshwright.runtime.load.run.MAX_UNDER_WAY", 1)
+    monkeypatch.setattr("meshwright.runtime.load.run.time.sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        drive(target_of(server, None, None, 30), fixed(1e3, 500, 1, 2), Prompts())
+    sleep(3 * (FIRST_S + EACH_S))
+    assert len(Handler.seen) <= 3
 
 
 def test_arrivals_are_those_of_the_rate_and_the_seed() -> None:

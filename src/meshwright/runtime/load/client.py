@@ -12,8 +12,12 @@ from urllib.parse import SplitResult, urlsplit
 
 from meshwright.errors import InputError
 
-#: Longest line of a stream that is read.
-MAX_LINE = 1 << 20
+#: Longest line of a stream that is read, and lines of one beside some for every token (what keeps it alive).
+MAX_LINE, MAX_LINES = 1 << 20, 10_000
+#: What a server's answer may raise while it is read.
+BAD = (
+    OSError, http.client.HTTPException, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ def target_of(url: str, model: str | None, key: str | None, timeout_s: float) ->
         raise InputError(f"{url}: {target.path('models')} answers {answer.status}; {_said(body)}")
     try:
         names = [str(row["id"]) for row in json.loads(body)["data"]]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise InputError(f"{url}: {target.path('models')} does not list models; is it an OpenAI API?") from None
     if model is not None and model not in names:
         raise InputError(f"{url}: model {model!r} is not served; it has {', '.join(names[:5])}")
@@ -121,7 +125,7 @@ def _said(body: bytes) -> str:
     """The message of an error."""
     try:
         return str(json.loads(body)["error"]["message"])[:120]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return body[:80].decode(errors="replace")
 
 
@@ -150,16 +154,16 @@ def complete(target: Target, prompt: str | list[int], tokens: int, seed: int, ti
         if answer.status != 200:
             timed.error = f"{answer.status}: {_said(answer.read(MAX_LINE))}"
             return
-        _follow(answer, timed, began)
-    except (OSError, http.client.HTTPException, ValueError, TypeError, KeyError, AttributeError) as error:
+        _follow(answer, timed, began, MAX_LINES + 8 * tokens)
+    except BAD as error:
         timed.error = f"{type(error).__name__}: {error}"[:160]
     finally:
         connection.close()
 
 
-def _follow(answer: http.client.HTTPResponse, timed: Timed, began: float) -> None:
+def _follow(answer: http.client.HTTPResponse, timed: Timed, began: float, most: int) -> None:
     counted = None
-    for event in _events(answer):
+    for event in _events(answer, most):
         if "error" in event:
             timed.error = str(event["error"].get("message", event["error"]))[:160]
             return
@@ -178,13 +182,13 @@ def _follow(answer: http.client.HTTPResponse, timed: Timed, began: float) -> Non
     timed.tokens = timed.tokens if counted is None else counted
 
 
-def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Server-sent events up to ``[DONE]``.
+def _events(answer: http.client.HTTPResponse, most: int) -> Iterator[dict[str, Any]]:
+    """Server-sent events up to ``[DONE]``, from at most so many lines.
 
     Raises:
-        ValueError: not a stream of JSON objects, or it broke off.
+        ValueError: not a stream of JSON objects, it broke off, or it does not end.
     """
-    while True:
+    for _ in range(most):
         line = answer.readline(MAX_LINE)
         if not line:
             raise ValueError("the stream broke off")
@@ -197,3 +201,4 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         if not isinstance(event, dict):
             raise ValueError("an event is no object")
         yield event
+    raise ValueError(f"the stream has no end after {most} lines")

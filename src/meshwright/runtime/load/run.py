@@ -67,10 +67,15 @@ def drive(
 
     workers = min(concurrency or MAX_UNDER_WAY, len(arrivals))
     with ThreadPoolExecutor(workers, thread_name_prefix="client") as clients:
-        for number, arrival in enumerate(arrivals):
-            if concurrency is None:
-                time.sleep(max(0.0, arrival.at_s - (time.perf_counter() - began)))
-            clients.submit(one, number)
+        try:
+            for number, arrival in enumerate(arrivals):
+                if concurrency is None:
+                    time.sleep(max(0.0, arrival.at_s - (time.perf_counter() - began)))
+                clients.submit(one, number)
+            clients.shutdown()
+        except KeyboardInterrupt:  # what was not sent is not: only what is under way is waited for
+            clients.shutdown(wait=False, cancel_futures=True)
+            raise
     if concurrency is not None:
         for timed in out:
             timed.due_s = timed.sent_s
