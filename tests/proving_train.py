@@ -12,9 +12,9 @@ from meshwright.prove.train import TrainProof, alone, in_f32, judge_training, pe
 from meshwright.prove.train_predict import TrainRequest, predict
 from meshwright.runtime.folder import read_folder
 from meshwright.runtime.launch.local import run_local
+from meshwright.runtime.models.settings import check_trainable
 from meshwright.runtime.mutate_train import train_mutation
 from meshwright.runtime.proof import routing_of
-from meshwright.runtime.train.source import check_trainable
 from meshwright.runtime.train_proof import RankTrain, TrainJob, run_train_proof
 from meshwright.specs.layout import Layout, parse_layout
 from tests.proving import Case

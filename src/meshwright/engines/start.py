@@ -6,6 +6,7 @@ quoted for a POSIX shell.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ PORT = 29500
 
 #: Nodes whose lines are written one by one; beyond that one line stands for all but the first.
 MAX_WRITTEN = 8
+
+#: Said with every command that runs on several nodes.
+INTERFACE = "where a host has several networks set NCCL_SOCKET_IFNAME to the one that reaches the others"
+
+_OURS = re.compile(r"\$(HEAD_IP(:\d+)?|NODE_IP|NODE_RANK|SLURM_PROCID|SLURM_JOB_ID)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,11 @@ class Script:
     env: tuple[tuple[str, str, str], ...] = ()
     name: str = "train"
     notes: tuple[str, ...] = ()
+
+
+def quoted(words: Sequence[str]) -> str:
+    """Words quoted for a POSIX shell; our own variables stay variables."""
+    return " ".join(f'"{w}"' if _OURS.fullmatch(w) else shlex.quote(w) for w in words)
 
 
 def nodes_of(world: int, cluster: Cluster) -> tuple[int, int]:

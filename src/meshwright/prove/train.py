@@ -29,9 +29,9 @@ from meshwright.prove.proof import Check, Proof, Say, bytes_check, ledger_checks
 from meshwright.prove.train_predict import TrainRequest, predict_apart
 from meshwright.runtime.folder import read_folder
 from meshwright.runtime.launch.local import run_local
+from meshwright.runtime.models.settings import check_trainable
 from meshwright.runtime.mutate_train import train_mutation
 from meshwright.runtime.proof import routing_of
-from meshwright.runtime.train.source import check_trainable
 from meshwright.runtime.train_proof import RankTrain, TrainJob, run_train_proof
 from meshwright.specs.layout import Fsdp, Layout, parse_layout
 from meshwright.specs.model import ModelSpec

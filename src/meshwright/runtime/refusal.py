@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from meshwright.errors import MeshwrightError
-from meshwright.runtime.models.settings import check_family, check_runnable
-from meshwright.runtime.train.source import check_trainable
+from meshwright.runtime.models.settings import check_family, check_runnable, check_trainable
 from meshwright.specs.layout import Layout
 from meshwright.specs.model import ModelSpec
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from meshwright.engines.base import Emission, OutFile, Request
 from meshwright.engines.plainyaml import dump
-from meshwright.engines.torchrun.emit import INTERFACE, MAX_WRITTEN, PORT, quoted, slurm, spread, under
+from meshwright.engines.start import INTERFACE, MAX_WRITTEN, PORT, quoted
+from meshwright.engines.torchrun.emit import slurm, spread, under
 from meshwright.engines.trainer_words import no_muon, script_words
 from meshwright.engines.training import on_host
 from meshwright.errors import InputError

@@ -6,7 +6,8 @@ import json
 
 from meshwright.engines.base import Emission, OutFile, Request
 from meshwright.engines.deepspeed.understand import WORKSPACE_BYTES
-from meshwright.engines.torchrun.emit import INTERFACE, quoted, slurm_torchrun, spread, under
+from meshwright.engines.start import INTERFACE, quoted
+from meshwright.engines.torchrun.emit import slurm_torchrun, spread, under
 from meshwright.engines.trainer_words import script_words
 from meshwright.engines.training import on_host
 from meshwright.errors import InputError

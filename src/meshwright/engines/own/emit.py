@@ -11,7 +11,7 @@ import re
 from typing import NoReturn
 
 from meshwright.engines.base import Emission, Request
-from meshwright.engines.torchrun.emit import INTERFACE, PORT, quoted, spread
+from meshwright.engines.start import INTERFACE, MAX_WRITTEN, PORT, nodes_of, quoted
 from meshwright.errors import InputError
 from meshwright.specs.atlas import models
 from meshwright.specs.cluster import Cluster
@@ -24,8 +24,6 @@ from meshwright.specs.workload import Serve, Train
 MODULE = "meshwright.cli.main"
 #: Port of a Ray cluster (docs.ray.io, "ray start").
 RAY_PORT = 6379
-#: Nodes whose commands are written one by one; beyond that one command stands for all but the first.
-MAX_WRITTEN = 8
 #: File and folder that a training command names for the user to replace.
 DATA, RUN = "corpus.txt", "run"
 #: Said with commands of several nodes.
@@ -84,7 +82,7 @@ def _training(request: Request, work: Train, model: str, wanted: str) -> list[Co
     words = ["run", "train", model, *_training_words(layout, work), *_device(cluster)]
     words += ["--data", DATA, "--checkpoint", RUN]
     said = "; ".join(filter(None, (wanted, f"{DATA} stands for your data, {RUN} for the run's folder")))
-    nodes, per_node = spread(layout.world, cluster)
+    nodes, per_node = nodes_of(layout.world, cluster)
     if request.deployment == "ray":
         _within_node(layout, cluster)
         return _ray(words, nodes, cluster, "train", said)

@@ -34,6 +34,7 @@ def _table(command: str, *flags: Flag) -> FlagTable:
 SERVE = _table(
     "serve",
     _choice("dtype", *_DTYPES),
+    _choice("kv-transport", "torch", "nixl"),
     *_text("prefill", "decode", "host", "name", "api-key"),
     *_whole("port", "max-sequences", "max-batch-tokens", "max-len", "max-queue", "cache-tokens", "block-size"),
     *_whole("decode-block-size", "restarts", "isl", "osl"),

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Sequence
 
 from meshwright.engines.base import Deployment, Emission, OutFile
+from meshwright.engines.start import INTERFACE, MAX_WRITTEN, PORT, quoted
 from meshwright.errors import InputError
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.command import Command
 
-#: Port of the static rendezvous (torch/distributed/run.py, ``--master-port``).
-PORT = 29500
 #: File of a Slurm job.
 SCRIPT = "train.sbatch"
-#: Nodes whose commands are written one by one; beyond that one command stands for all but the first.
-MAX_WRITTEN = 8
-
-#: Said with every command that runs on several nodes.
-INTERFACE = "where a host has several networks set NCCL_SOCKET_IFNAME to the one that reaches the others"
-
-_OURS = re.compile(r"\$(HEAD_IP(:\d+)?|NODE_IP|NODE_RANK|SLURM_PROCID|SLURM_JOB_ID)")
 
 
 def spread(world: int, cluster: Cluster) -> tuple[int, int]:
@@ -40,11 +30,6 @@ def spread(world: int, cluster: Cluster) -> tuple[int, int]:
             f"{world} processes do not fill whole nodes of {inside} devices; choose a multiple of {inside}"
         )
     return world // inside, inside
-
-
-def quoted(words: Sequence[str]) -> str:
-    """Words quoted for a POSIX shell; our own variables stay variables."""
-    return " ".join(f'"{w}"' if _OURS.fullmatch(w) else shlex.quote(w) for w in words)
 
 
 def slurm(inner: str, nodes: int, per_node: int) -> tuple[Command, OutFile]:

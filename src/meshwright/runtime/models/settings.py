@@ -251,6 +251,17 @@ def check_runnable(spec: ModelSpec, layout: Layout) -> None:
         )
 
 
+def check_trainable(spec: ModelSpec, layout: Layout) -> None:
+    """Refuse what the runtime does not train.
+
+    Raises:
+        InputError, IllegalLayoutError: as ``check_runnable``; decode context parallelism has no place in training.
+    """
+    if layout.dcp > 1:
+        raise IllegalLayoutError(f"layout {layout}: dcp cuts the cache of decoding, training has none; use cp")
+    check_runnable(spec, layout.with_(zero=0, virtual=1))
+
+
 def _check_experts(spec: ModelSpec, layout: Layout) -> None:
     """Experts lie inside one tp group, or around whole ones, whole or cut over all ranks of tp.
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from meshwright.errors import IllegalLayoutError, InputError
 from meshwright.runtime.folder import Model
+from meshwright.runtime.models.settings import check_trainable
 from meshwright.runtime.train.corpus import Corpus, corpus_from
 from meshwright.runtime.train.folders import STATE
 from meshwright.runtime.train.settings import RunSettings
-from meshwright.runtime.train.source import Resumed, Source, check_trainable, read_resumed
+from meshwright.runtime.train.source import Resumed, Source, read_resumed
 from meshwright.specs.layout import Layout
 from meshwright.specs.placement import Placement, place
 from meshwright.specs.profile import EngineProfile

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import IllegalLayoutError, InputError
+from meshwright.errors import InputError
 from meshwright.runtime.folder import Model, read_folder
-from meshwright.runtime.models.settings import check_runnable, read_settings
+from meshwright.runtime.models.settings import read_settings
 from meshwright.runtime.train.folders import STATE, find, read_json
 from meshwright.specs.hf.read import model_from_config
 from meshwright.specs.hf.resolve import parse
-from meshwright.specs.layout import Layout
-from meshwright.specs.model import ModelSpec
 
 #: Keys of a configuration that say nothing of the model's shape or numbers.
 IGNORED = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache")
@@ -147,14 +145,3 @@ def keep_model(source: Source, base: Path) -> None:
         if file.is_file() and file.stat().st_size <= KEPT_BYTES and file.resolve() != (kept / name).resolve():
             shutil.copyfile(file, kept / name)
     (kept / "config.json").write_text(json.dumps(dict(source.config), indent=2) + "\n", encoding="utf-8")
-
-
-def check_trainable(spec: ModelSpec, layout: Layout) -> None:
-    """Refuse what the runtime does not train.
-
-    Raises:
-        InputError, IllegalLayoutError: as ``check_runnable``; decode context parallelism has no place in training.
-    """
-    if layout.dcp > 1:
-        raise IllegalLayoutError(f"layout {layout}: dcp cuts the cache of decoding, training has none; use cp")
-    check_runnable(spec, layout.with_(zero=0, virtual=1))
