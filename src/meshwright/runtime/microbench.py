@@ -136,6 +136,9 @@ def repeat(call: Callable[[], object], calls: int | None = None, times: int = TI
         call()
         _settle()
         calls = max(1, round(SHORTEST_S / max(time.perf_counter() - began, 1e-7)))
+    else:  # ranks that have just met are not at pace yet
+        for _ in range(calls):
+            call()
     _settle()
     for _ in range(times):
         began_ns = time.monotonic_ns()
