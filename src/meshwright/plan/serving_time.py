@@ -27,6 +27,7 @@ from meshwright.plan.serving_time_steps import (
 from meshwright.plan.timing.closed_loop import Host, Load, Times, closed_loop
 from meshwright.plan.timing.compute import constants
 from meshwright.plan.timing.estimate import Seconds, Word, spread
+from meshwright.plan.timing.sharing import shared
 from meshwright.plan.timing.step_time import PARTS, EngineTime, engine_time
 from meshwright.specs.cluster import Cluster
 from meshwright.specs.placement import Placement
@@ -37,6 +38,8 @@ from meshwright.specs.workload import Serve
 POINTS = 100
 #: Rounds of the fixed point between requests inside and the time they stay.
 LITTLE_ROUNDS = 6
+#: Loads at which steps are timed to know how many requests decode together at a rate, over the mean load.
+SPREAD = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +199,8 @@ def _at_rate(
 ) -> ServingTime:
     """Random arrivals at ``rate`` a replica: requests inside by Little's law, prompts wait as in an M/D/1 queue.
 
-    A request decodes beside as many others as are inside on average, since arrivals see time averages (Wolff 1982).
-    A prompt waits u / (2 (1 - u)) rounds, u being the share of time that rounds take (Pollaczek and Khinchine with
-    equal service times); decode steps are stretched by what rounds take from them. Unstable when u reaches 1 or more
-    requests are inside than the caches hold.
+    Requests that decode share the device, the more of them the longer each step: how many there are is the birth and
+    death process of processor sharing (``timing.sharing``), whose mean is above that of mean loads.
     """
     running, found = 1, steps(1)
     for _ in range(LITTLE_ROUNDS):
@@ -210,10 +211,20 @@ def _at_rate(
             break
         running, found = following, steps(following)
     times, busy = _open(found, rate, workload, host, basis.engine)
-    stable = busy < 1 and rate * workload.osl * times.tpot <= capacity + 1
-    if not stable:
+    free = 1 - times.interference / times.tpot
+    points = sorted({min(max(1, round(running * share)), capacity) for share in SPREAD})
+    known = [(n, workload.osl * (found if n == running else steps(n)).steps.dec / free) for n in points]
+    crowd = shared(rate, capacity, known) if busy < 1 else None
+    if crowd is not None:
+        running = min(max(1, round(crowd.met)), capacity)
+        found = steps(running)
+        tpot = crowd.inside / (rate * workload.osl)
+        wait = crowd.waiting / rate
+        times = times._replace(tpot=tpot, interference=tpot * (1 - free), place_wait=wait, ttft=times.ttft + wait)
+    else:
         times = times._replace(ttft=inf)
     best = min(rate, capacity / max(workload.osl * times.tpot, 1e-12)) if busy < 1 else 1.0 / times.round
+    stable = crowd is not None
     return _result(
         workload, found, times, basis, (rate if stable else best) * replicas, running, float(running), capacity,
         _points(found, times, 0.0) if stable else (inf,),
@@ -266,7 +277,7 @@ def _result(
     sigma: float,
     stable: bool,
 ) -> ServingTime:
-    each = found.steps.dec / found.decode.seconds
+    each = (t.tpot - t.interference) / found.decode.seconds
     tpot_parts = [(name, found.decode.of(name) * each) for name in PARTS]
     tpot_parts.append(("prefill interference", t.interference))
     request, s = basis.engine.request_s, found.steps
