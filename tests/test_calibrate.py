@@ -308,3 +308,34 @@ def test_gpu_check_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys
     assert gpu_check.main() == 2
     said = capsys.readouterr().err
     assert (said.startswith("gpu-check: --device cuda: no CUDA device"), said.count("\n")) == (True, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_adds_to_a_step() -> None:
+    """A real server of a small model beside the same steps of the bare engine."""
+    pytest.importorskip("torch")
+    from meshwright.prove.calibrate_serving import can_serve, serving_entries
+
+    if not can_serve():
+        pytest.skip("fastapi or uvicorn is not installed")
+    entries = {e.op: e for e in serving_entries("cpu", 120)}
+    assert set(entries) == {"serve", "sequence"}
+    spent = [(e.ended_ns or 0) - (e.started_ns or 0) for e in entries.values()]
+    assert 1e4 < sum(spent) < 1e9
+
+
+def test_planning_counts_what_the_server_adds(here: Path, tmp_path: Path) -> None:
+    """A millisecond more a step is a millisecond more between two tokens."""
+    text, slow = here.read_text(), tmp_path / "slow.toml"
+    assert '"serve_s" = 0.0' in text
+    slow.write_text(text.replace('"serve_s" = 0.0', '"serve_s" = 0.01'))
+    times = []
+    for file in (here, slow):
+        plan = api.plan_serve(
+            "smollm2-135m", str(file), Serve(128, 32, concurrency=1), layout="tp=1", engine="meshwright"
+        )
+        assert plan.chosen is not None
+        assert plan.chosen.cost.predicted is not None
+        times.append(plan.chosen.cost.predicted.tpot.value)
+    assert times[1] - times[0] == pytest.approx(0.01, rel=0.01)

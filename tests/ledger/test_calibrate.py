@@ -140,6 +140,14 @@ def test_what_lies_between_products_takes_their_inputs_and_outputs(fitted: Calib
     assert from_dict(as_dict(c)) == c
 
 
+def test_what_a_server_adds_to_a_step_is_read(fitted: Calibration) -> None:
+    ledger = machine()
+    ledger.entries += [timed("serve", 1e-3), timed("sequence", 2e-4)]
+    found = fit(ledger)
+    assert (fitted.serve_s, fitted.sequence_s) == (0.0, 0.0)
+    assert (found.serve_s, found.sequence_s) == pytest.approx((1e-3, 2e-4))
+
+
 @given(
     st.floats(1e-6, 1e-2),
     st.floats(1e6, 1e12),

@@ -234,7 +234,8 @@ def test_points_are_fitted_to_measured_shapes_and_kept_by_the_file(tmp_path: Pat
         for n in (256, 1024, 4096):
             moved, work = 4 * (m * n + n * n + m * n), 2 * m * n * n
             best = max(moved / rate, work / flops)
-            samples.append(Sample("matmul", "f32", None, (m, n, n), best / (best / share + besides)))
+            took = best / share + besides
+            samples.append(Sample("matmul", "f32", None, (m, n, n), best / took, took))
     c = Calibration("a test", 1, {"f32": flops}, rate, work=tuple(samples))
     cluster = measured_cluster(parse_cluster("1xH100-SXM"), c)
     (found,) = cluster.device.measured

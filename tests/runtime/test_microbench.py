@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from meshwright.ledger.calibrate import DRIVING, Calibration, Transfer, duration_s, fit
+from meshwright.ledger.calibrate import DRIVING, LIGHT, Calibration, Transfer, duration_s, fit
 from meshwright.ledger.store import read, write
 from meshwright.plan.cores import Batch, attention_core
 from meshwright.prove import prove, timing
@@ -32,7 +32,9 @@ def test_a_ledger_of_measurements_is_complete_and_fits(folder: Path, tmp_path: P
     job = BenchJob(tiny.placement(folder, "tp=2"), ((1, 72, 51), (16, 72, 51)), (core,), moves, 1 << 20)
     ledger = run_local(microbench, 2, (job,), 60)[0]
     assert all(duration_s(e) is not None for e in ledger.entries)
-    assert {e.op for e in ledger.entries} == {"copy", "matmul", "attention", "all_reduce", "gather", *DRIVING}
+    driving = set(DRIVING) - {"serve", "sequence"}  # of a server
+    found = {e.op for e in ledger.entries} - {LIGHT}  # none where a machine is too busy to tell it from the rest
+    assert found == {"copy", "matmul", "attention", "all_reduce", "gather", *driving}
     write(ledger, tmp_path / "bench.jsonl")
     found = fit(read(tmp_path / "bench.jsonl"))
     assert found.ranks == 2

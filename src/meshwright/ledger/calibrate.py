@@ -14,8 +14,8 @@ A transfer is a curve over bytes through its measured medians, straight in logar
 ``latency + bytes / bandwidth`` of least squares relative to what was measured. Groups of more ranks than measured take
 latency by the rounds of a tree and bytes by what a ring sends.
 
-Three more figures belong to whoever drives the device: seconds of a layer, of a pass through the model, and of a
-message to all ranks of a replica, beyond the operations themselves.
+More figures belong to whoever drives the device: seconds of a layer, of a pass through the model, and of a message to
+all ranks of a replica, beyond the operations themselves; and of a step of a server beyond its pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from meshwright.ledger.schema import Entry, Ledger
 #: Ops that are work on the device with a shape.
 WORK = ("matmul", "attention")
 #: Ops that say what drives the device, and the field of ``Calibration`` that they become (in the order of its fields).
-DRIVING = {"launch": "launch_s", "layer": "layer_s", "pass": "pass_s", "message": "message_s"}
+DRIVING = {
+    "launch": "launch_s",
+    "layer": "layer_s",
+    "pass": "pass_s",
+    "message": "message_s",
+    "serve": "serve_s",
+    "sequence": "sequence_s",
+}
 #: Op of entries that are what happens between products (norm, rotation, activation, residual): time and bytes.
 LIGHT = "light"
 #: Op of entries that only move memory.
@@ -56,7 +63,7 @@ class Sample:
 
     Attributes:
         op, dtype, phase: of the entry (phase None: of any). sizes: its dimensions, see ``sizes_of``.
-        efficiency: share of the roofline that it reached.
+        efficiency: share of the roofline that it reached. seconds: that it took; 0: not kept.
     """
 
     op: str
@@ -64,6 +71,7 @@ class Sample:
     phase: str | None
     sizes: tuple[int, ...]
     efficiency: float
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,7 @@ class Calibration:
         flops_s: best rate by dtype. bandwidth_bytes_s: best rate of memory, of one rank.
         launch_s: smallest operation on the device. layer_s, pass_s: of the driver, for a layer and for a pass.
         message_s: a message to all ranks of a replica.
+        serve_s, sequence_s: what a server adds to a decode step, and to it for each request in it.
         light_bytes_s: rate at which inputs and outputs of products pass through what lies between products (norm,
             rotation, activation, residual); 0: not measured.
         work: efficiencies. transfers: collectives and hand-offs.
@@ -119,6 +128,8 @@ class Calibration:
     layer_s: float = 0.0
     pass_s: float = 0.0
     message_s: float = 0.0
+    serve_s: float = 0.0
+    sequence_s: float = 0.0
     light_bytes_s: float = 0.0
     work: tuple[Sample, ...] = ()
     transfers: tuple[Transfer, ...] = ()
@@ -237,12 +248,13 @@ def fit(ledger: Ledger) -> Calibration:
     if not moved or not flops:
         missing = "memory traffic" if not moved else "matrix product"
         raise InputError(f"the ledger has no {missing} with times; measure with `runtime.microbench`")
-    launch, layer, each, message = (_median_of(timed, op) for op in DRIVING)
+    launch, layer, each, message, serve, sequence = (_median_of(timed, op) for op in DRIVING)
     ranks = _int(ledger.meta, "ranks", 1)
     light = median([(e.payload_bytes or 0) / t for e, t in timed if e.op == LIGHT] or [0.0])
-    base = Calibration(ledger.meta.get("machine", "unknown"), ranks, flops, moved, launch, layer, each, message, light)
+    machine = ledger.meta.get("machine", "unknown")
+    base = Calibration(machine, ranks, flops, moved, launch, layer, each, message, serve, sequence, light)
     work = tuple(
-        Sample(op, dtype, e.phase, sizes, base.roofline(e.flops or 0, e.payload_bytes or 0, dtype) / t)
+        Sample(op, dtype, e.phase, sizes, base.roofline(e.flops or 0, e.payload_bytes or 0, dtype) / t, t)
         for (op, dtype, _, sizes), (e, t) in _medians(timed).items()
         if op in WORK and e.group is None
     )

@@ -60,7 +60,8 @@ def _sample(row: Mapping[str, Any]) -> Sample:
     if not efficiency:
         raise ValueError("an efficiency of 0")
     phase = row.get("phase") or None
-    return Sample(str(row["op"]), str(row["dtype"]), phase, tuple(int(n) for n in row["sizes"]), efficiency)
+    sizes, seconds = tuple(int(n) for n in row["sizes"]), _positive(row.get("seconds", 0.0))
+    return Sample(str(row["op"]), str(row["dtype"]), phase, sizes, efficiency, seconds)
 
 
 def _transfer(row: Mapping[str, Any]) -> Transfer:

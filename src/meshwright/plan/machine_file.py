@@ -25,6 +25,8 @@ from meshwright.specs.units import GIB
 
 #: FLOPs a byte from which a product is bound by arithmetic on the measured machine: twice the ridge of its roofline.
 BEYOND_RIDGE = 2.0
+#: Where attention cores stand: decode steps below the one, prefills above the other.
+DECODE_INTENSITY, PREFILL_INTENSITY = 4.0, 16.0
 #: Shape classes of the planner by the op of a sample.
 CLASSES = {"matmul": "dense", "attention": "attention"}
 
@@ -44,7 +46,7 @@ def measured_cluster(cluster: Cluster, c: Calibration, across: Iterable[Transfer
             peak_flops=tuple(peaks.items()),
             bandwidth_bytes_s=c.bandwidth_bytes_s,
             measured=tuple(shares(c)),
-            driver=Driver(c.launch_s, c.layer_s, c.pass_s, c.message_s),
+            driver=Driver(c.launch_s, c.layer_s, c.pass_s, c.message_s, c.serve_s, c.sequence_s),
             source=f"measured by calibrate: {c.machine}",
         )
     intra, inter = measured_link(intra, c.transfers), measured_link(inter, tuple(across))
@@ -72,8 +74,8 @@ def wire_share(op: str, ranks: int) -> float:
 
 
 def shares(c: Calibration) -> Iterable[MeasuredShare]:
-    """By class and dtype the median share of bandwidth and of the peak, of what one of them binds, and the median
-    share of the roofline at each intensity."""
+    """By class and dtype the median share of bandwidth and of the peak, of what one of them binds, and by intensity the
+    share of the roofline and the seconds besides."""
     for (op, dtype), samples in _by_kind(c.work).items():
         bound = {True: [], False: []}  # type: dict[bool, list[float]]
         at: dict[float, list[tuple[float, float]]] = {}
@@ -81,9 +83,8 @@ def shares(c: Calibration) -> Iterable[MeasuredShare]:
         for s in samples:
             intensity = _intensity(s)
             bound[intensity > BEYOND_RIDGE * ridge].append(s.efficiency)
-            if op == "matmul" and len(s.sizes) == 3:
-                best = c.roofline(2 * prod(s.sizes), _moved_bytes(s), dtype)
-                at.setdefault(2.0 ** round(log2(intensity)), []).append((best, best / s.efficiency))
+            if s.seconds:
+                at.setdefault(_place(s), []).append((s.efficiency * s.seconds, s.seconds))
         computing, reading = bound[True] or bound[False], bound[False] or bound[True]
         points = tuple((intensity, *_reached(found)) for intensity, found in sorted(at.items()))
         yield MeasuredShare(CLASSES[op], dtype, min(median(reading), 10.0), min(median(computing), 10.0), points)
@@ -106,6 +107,14 @@ def _by_kind(work: Sequence[Sample]) -> dict[tuple[str, str], list[Sample]]:
         if s.op in CLASSES:
             found.setdefault((s.op, s.dtype), []).append(s)
     return found
+
+
+def _place(s: Sample) -> float:
+    """FLOPs a byte at which a sample stands among ``points``. Of attention cores the shapes do not tell them: decode
+    steps have some (heads for each KV head, over the bytes of an element), prefills many."""
+    if s.op == "matmul":
+        return float(2.0 ** round(log2(_intensity(s))))
+    return PREFILL_INTENSITY if s.phase == "prefill" else DECODE_INTENSITY
 
 
 def _intensity(s: Sample) -> float:

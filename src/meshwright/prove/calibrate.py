@@ -21,6 +21,7 @@ from meshwright.errors import InputError
 from meshwright.ledger.calibrate import Calibration, fit
 from meshwright.ledger.schema import Ledger
 from meshwright.plan.machine_file import measured_cluster
+from meshwright.prove.calibrate_serving import can_serve, serving_entries
 from meshwright.runtime.launch.local import MAX_LOCAL_RANKS, run_local
 from meshwright.runtime.microbench import BenchJob, Core, Move, microbenches
 from meshwright.runtime.stepbench import SMALL
@@ -40,13 +41,15 @@ DEVICE_PAYLOADS = tuple(1 << e for e in range(9, 29, 2))
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "send")
 #: Rows and weights of the measured products; ``DEVICE_*``: of an accelerator.
 ROWS: tuple[int, ...] = (1, 4, 16, 64, 256)
-WEIGHTS: tuple[tuple[int, int], ...] = ((256, 256), (576, 1536), (1024, 1024), (1536, 576), (2048, 2048), (576, 49152))
+WEIGHTS: tuple[tuple[int, int], ...] = (
+    (256, 256), (256, 1024), (1024, 256), (576, 1536), (1024, 1024), (1536, 576), (2048, 2048), (576, 49152)
+)  # fmt: skip
 DEVICE_ROWS = (1, 16, 64, 256, 1024, 4096)
 DEVICE_WEIGHTS = ((1024, 1024), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))
 #: Attention cores: decode by sequences and cached tokens, prefill by tokens; heads, KV heads and width.
 HEADS: tuple[tuple[int, int, int], ...] = ((9, 3, 64), (8, 2, 128))
 DEVICE_HEADS = ((32, 8, 128),)
-DECODES: tuple[tuple[int, int], ...] = ((1, 128), (1, 1024), (8, 512))
+DECODES: tuple[tuple[int, int], ...] = ((1, 128), (4, 128), (1, 1024), (8, 512))
 PREFILLS: tuple[int, ...] = (64, 256)
 DEVICE_DECODES, DEVICE_PREFILLS = ((1, 1024), (16, 1024), (64, 4096)), (512, 2048, 8192)
 #: Weights that products walk through: beyond the caches.
@@ -101,6 +104,9 @@ def calibrate_here(
     say(f"{count} rank{many}, {kind}: transfers, memory, products, attention, the driver ({', '.join(names)})")
     backend = "nccl" if kind == "cuda" else "gloo"
     ledger = merged(run_local(microbenches, count, (jobs,), timeout_s, backend=backend)[0], count)
+    if can_serve() and not quick:
+        say("1 rank behind a server: what it adds to a step")
+        ledger.entries += serving_entries(kind, timeout_s)
     c = fit(ledger)
     if count != cluster.devices_per_node:
         cluster = replace(cluster, devices_per_node=count)

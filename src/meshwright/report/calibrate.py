@@ -54,6 +54,9 @@ def show(cluster: Cluster, c: Calibration, out: Path | None) -> None:
             rates.add_row("between products", f"{c.light_bytes_s / 1e9:,.1f} GB/s", "")
         for what, value in (("launch", c.launch_s), ("layer", c.layer_s), ("pass", c.pass_s), ("message", c.message_s)):
             rates.add_row(f"driver: a {what}", f"{value * 1e6:,.1f} us", "")
+        if c.serve_s or c.sequence_s:
+            rates.add_row("server: a step", f"{c.serve_s * 1e6:,.1f} us", "")
+            rates.add_row("server: a request in it", f"{c.sequence_s * 1e6:,.1f} us", "")
         page.print(rates)
     if cluster.device.booted:
         page.print(_boots(cluster))

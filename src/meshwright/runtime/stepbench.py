@@ -49,7 +49,7 @@ def together(mesh: Mesh) -> None:
 
 
 def small_steps(
-    layers: int, steps: int, profile: EngineProfile, dtype: torch.dtype, device: torch.device
+    layers: int, steps: int, profile: EngineProfile, dtype: torch.dtype, device: torch.device, sequences: int = 1
 ) -> tuple[float, float]:
     """Seconds of a decode step of the small model with so many layers, a median of ``steps``, and of its prefill of
     ``PROMPT`` tokens, a median of three."""
@@ -69,10 +69,23 @@ def small_steps(
     alone = {axis: Group(axis, (0,), 0, None) for axis in (*AXES, "ep")}
     mesh = Mesh(placement, 0, Coordinate(), device, alone)
     decoder = Decoder(mesh, weights, read_settings(config, "small"), dtype)
-    prompt = (tuple(1 + i % 31 for i in range(PROMPT)),)
+    prompt = (tuple(1 + i % 31 for i in range(PROMPT)),) * sequences
     step_seconds(mesh, decoder, prompt, 2)
     prefills = [step_seconds(mesh, decoder, prompt, 1)[0] for _ in range(3)]
     return median(step_seconds(mesh, decoder, prompt, steps)[1:]), median(prefills)
+
+
+def bare_steps(
+    rank: int, profile: EngineProfile, device: str, layers: int, steps: int, counts: Sequence[int]
+) -> list[float]:
+    """Body of a rank: seconds of decode steps of the small model with so many sequences, in f32."""
+    import torch
+
+    from meshwright.runtime.job import own_device
+
+    where = torch.device(own_device(device, rank))
+    with torch.inference_mode():
+        return [small_steps(layers, steps, profile, torch.float32, where, count)[0] for count in counts]
 
 
 def step_seconds(

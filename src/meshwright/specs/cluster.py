@@ -48,12 +48,14 @@ class MeasuredShare(NamedTuple):
 
 class Driver(NamedTuple):
     """What the own engine's driver takes beside the device's work: seconds of the smallest operation, a layer, a pass,
-    and a message to all ranks of a replica."""
+    and a message to all ranks of a replica; what its server adds to a decode step, and for each request in it."""
 
     launch_s: float
     layer_s: float
     pass_s: float
     message_s: float
+    serve_s: float = 0.0
+    sequence_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,7 +277,8 @@ def _boot(row: Mapping[str, Any]) -> MeasuredBoot:
 def _driver(table: Any) -> Driver:
     if not isinstance(table, Mapping):
         raise InputError("device.driver must be a table, as calibrate writes it")
-    return Driver(*(_number(f"device.driver.{name}", table.get(name), 0, 1e3) for name in Driver._fields))
+    known = {**Driver._field_defaults, **table}
+    return Driver(*(_number(f"device.driver.{name}", known.get(name), 0, 1e3) for name in Driver._fields))
 
 
 def _move(where: str, row: Mapping[str, Any]) -> MeasuredMove:

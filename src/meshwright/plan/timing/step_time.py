@@ -63,7 +63,8 @@ def engine_time(engine: str, driver: Driver | None = None) -> EngineTime:
     """
     if engine == OWN and driver is not None:
         each = driver.layer_s / DENSE_LAUNCHES
-        return EngineTime(each, each, each, driver.message_s, 0.0, driver.pass_s, 0.0, alone=False, fitted=True)
+        step_s, sequence_s = driver.pass_s + driver.serve_s, driver.sequence_s
+        return EngineTime(each, each, each, driver.message_s, sequence_s, step_s, 0.0, alone=False, fitted=True)
     name, c = engine if engine in FITTED else FITTED[0], constants()
     return EngineTime(
         launch_s=c[f"launch.{name}"],
