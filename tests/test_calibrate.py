@@ -322,7 +322,7 @@ def test_a_server_adds_to_a_step() -> None:
     entries = {e.op: e for e in serving_entries("cpu", 120)}
     assert set(entries) == {"serve", "sequence"}
     spent = [(e.ended_ns or 0) - (e.started_ns or 0) for e in entries.values()]
-    assert 1e4 < sum(spent) < 1e9
+    assert 0 < sum(spent) < 1e9, "nothing is left where other work makes the bare engine slow as well"
 
 
 def test_planning_counts_what_the_server_adds(here: Path, tmp_path: Path) -> None:
@@ -339,3 +339,18 @@ def test_planning_counts_what_the_server_adds(here: Path, tmp_path: Path) -> Non
         assert plan.chosen.cost.predicted is not None
         times.append(plan.chosen.cost.predicted.tpot.value)
     assert times[1] - times[0] == pytest.approx(0.01, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_server_that_does_not_come_up_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from meshwright.prove import calibrate, calibrate_serving
+
+    few = calibrate.bench_jobs
+    monkeypatch.setattr(calibrate, "bench_jobs", lambda count, dtypes, kind, quick: few(count, dtypes, kind, True))
+    monkeypatch.setattr(calibrate_serving, "START_S", 0.0)
+    said: list[str] = []
+    found = calibrate.calibrate_here(ranks=1, dtypes=("f32",), device="cpu", say=said.append)
+    assert said[-1].startswith("left out: the server of the calibration did not come up")
+    assert (found.calibration.serve_s, found.calibration.flops_s["f32"] > 0) == (0.0, True)
