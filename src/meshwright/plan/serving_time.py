@@ -50,7 +50,8 @@ class ServingTime:
         ttft, tpot: mean seconds to the first token and for each further one, with their 80 % intervals.
         tokens_per_s: output tokens a second of the whole deployment, in the same form.
         requests_per_s: of the whole deployment.
-        running, asked: requests of a replica that decode together, and that are in flight.
+        running, asked: requests of a replica that decode together (at a rate: as one of them sees it, itself included),
+            and that are in flight.
         capacity: requests of a replica that its caches hold.
         ttft_parts, tpot_parts: named seconds that add up to the means.
         utilization: share of the time in which prompts are worked on.
@@ -225,8 +226,9 @@ def _at_rate(
         times = times._replace(ttft=inf)
     best = min(rate, capacity / max(workload.osl * times.tpot, 1e-12)) if busy < 1 else 1.0 / times.round
     stable = crowd is not None
+    inside = rate * (times.ttft + workload.osl * times.tpot) if stable else float(running)
     return _result(
-        workload, found, times, basis, (rate if stable else best) * replicas, running, float(running), capacity,
+        workload, found, times, basis, (rate if stable else best) * replicas, running, inside, capacity,
         _points(found, times, 0.0) if stable else (inf,),
         sqrt(max(times.interference * times.round, 0.0) / workload.osl), stable,
     )  # fmt: skip
