@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,14 +55,14 @@ def hand_off(asked: Asked) -> None:
     Raises:
         InputError: the plan or its program cannot be started. EngineFailed: it ended or was not healthy in time.
     """
-    from meshwright.judge.handoff import Running, start_of
+    from meshwright.judge.handoff import Running, free_port, start_of
 
     ready_s = seconds(asked.ready, "--ready-timeout")
     in_range(asked.port, "--port", 0, 65535)
     plan = _planned(asked)
     words = shlex.split(asked.program) if asked.program else []
     more = [word for flag in asked.flags for word in shlex.split(flag)]
-    start = start_of(plan.commands, words, more, asked.port or _free_port(), asked.host)
+    start = start_of(plan.commands, words, more, asked.port or free_port(), asked.host)
     for command in start.others:
         where = "every node" if command.node is None else f"node {command.node}"
         typer.echo(f"first, or on {where} ({command.purpose}): {command.text}")
@@ -125,12 +124,6 @@ def _compare(plan: Plan, log: Path) -> None:
         typer.echo(f"{log}: nothing in it is a boot log of {plan.engine}; it is not compared")
     else:
         show_log(found, compare(found, plan_json(plan)))
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def refuse_own(asked: dict[str, object]) -> None:

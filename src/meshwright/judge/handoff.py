@@ -192,6 +192,13 @@ class Running:
         return True
 
 
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        return int(free.getsockname()[1])
+
+
 def _free(host: str, port: int) -> None:
     """Refuse a port that somebody listens on already: their answers would pass for those of the engine.
 

@@ -212,10 +212,11 @@ def _at_rate(
             break
         running, found = following, steps(following)
     times, busy = _open(found, rate, workload, host, basis.engine)
-    free = 1 - times.interference / times.tpot
-    points = sorted({min(max(1, round(running * share)), capacity) for share in SPREAD})
-    known = [(n, workload.osl * (found if n == running else steps(n)).steps.dec / free) for n in points]
-    crowd = shared(rate, capacity, known) if busy < 1 else None
+    free, crowd = 1 - times.interference / times.tpot, None
+    if busy < 1:
+        points = sorted({min(max(1, round(running * share)), capacity) for share in SPREAD})
+        known = [(n, workload.osl * (found if n == running else steps(n)).steps.dec / free) for n in points]
+        crowd = shared(rate, capacity, known)
     if crowd is not None:
         running = min(max(1, round(crowd.met)), capacity)
         found = steps(running)

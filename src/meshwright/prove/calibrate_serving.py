@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright import engines
 from meshwright.errors import InputError
+from meshwright.judge.handoff import EngineFailed, Running, Start, free_port
 from meshwright.ledger.schema import Entry
 from meshwright.runtime.checkpoint import write_random
 from meshwright.runtime.launch.local import run_local
@@ -37,8 +33,8 @@ LAYERS, TOGETHER, TOKENS, ROUNDS = 2, (1, 4), 48, 6
 VOCABULARY = 32
 #: Packages without which there is no server.
 PACKAGES = ("fastapi", "uvicorn")
-#: Seconds for a server to come up, and to end.
-START_S, END_S = 90.0, 10.0
+#: Seconds for a server to come up, and to answer.
+START_S = 90.0
 
 
 def can_serve() -> bool:
@@ -82,43 +78,20 @@ def _server(folder: Path, device: str) -> Iterator[Target]:
     Raises:
         InputError: it ended or was not healthy in time, with the last line that it printed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [
+    port = free_port()
+    words = (
         sys.executable, "-m", "meshwright", "run", "serve", str(folder), "--layout", "tp=1", "--dtype", "f32",
         "--device", device, "--port", str(port), "--no-prefix-cache",
-    ]  # fmt: skip
+    )  # fmt: skip
     source = Path(engines.__file__).parents[2]
     search = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
-    with (folder.parent / "log").open("w+") as log:
-        process = subprocess.Popen(
-            words, env={**os.environ, "PYTHONPATH": search}, stdin=subprocess.DEVNULL, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            began = time.monotonic()
-            while not _healthy(port):
-                if process.poll() is not None or time.monotonic() - began > START_S:
-                    log.seek(0)
-                    last = log.read()[-400:].strip().splitlines() or ["nothing"]
-                    raise InputError(f"the server of the calibration did not come up; it said last: {last[-1][:200]}")
-                time.sleep(0.05)
-            yield target_of(f"http://127.0.0.1:{port}", None, None, START_S)
-        finally:
-            process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _healthy(port: int) -> bool:
-    """Asked directly, whatever proxy is set."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    server = Running(Start(words, {"PYTHONPATH": search}, (), port), folder.parent / "log")
     try:
-        with opener.open(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+        try:
+            server.wait_healthy(START_S, lambda _: None)
+        except EngineFailed:
+            last = (server.tail().splitlines() or ["nothing"])[-1]
+            raise InputError(f"the server of the calibration did not come up; it said last: {last[:200]}") from None
+        yield target_of(server.url, None, None, START_S)
+    finally:
+        server.stop()
