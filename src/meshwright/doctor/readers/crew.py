@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
-import select
 import signal
 import struct
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing.connection import wait
 
 _HEAD = struct.Struct("<iQ")
 
@@ -62,7 +62,7 @@ def run(
         start(list(items[first::crew]))
     try:
         while workers:
-            ready, _, _ = select.select([w.pipe for w in workers], [], [], 1.0)
+            ready = wait([w.pipe for w in workers], 1.0)  # select.select ends at descriptor 1,023
             for worker in list(workers):
                 over = worker.pipe in ready and _receive(worker, take)
                 late = worker.done < len(worker.items) and (
