@@ -67,6 +67,26 @@ def _state(pid: int) -> str:
         return "Z"
 
 
+def _many(rank: int) -> list[torch.Tensor]:
+    return [torch.full((3,), float(number)) for number in range(400)]
+
+
+def test_a_result_of_many_tensors_leaves_no_file_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    results = run_local(_many, 2, (), 30)
+    assert [float(x.sum()) for x in results[1]] == [3.0 * number for number in range(400)]
+    assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
+def _no_result(rank: int) -> object:
+    return lambda: rank
+
+
+def test_a_result_that_can_not_be_sent_is_said() -> None:
+    with pytest.raises(RankError, match=r"^rank [01] of 2 failed: .*pickle"):
+        run_local(_no_result, 2, (), 30)
+
+
 def test_results_come_in_rank_order(tmp_path: Path) -> None:
     assert run_local(_work, 3, ("", str(tmp_path)), 60) == [9, 9, 9]
     assert _gone(_pids(tmp_path))

@@ -7,6 +7,7 @@ after its report is out.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import sys
@@ -37,11 +38,14 @@ def rank_main(
 ) -> None:
     """Body of a rank: sends ``("port", n)`` (rank 0), then ``("result", value)`` or ``("error", ...)``.
 
+    A result goes through the pipe whole: torch's way of sending tensors would have the launcher hold an open file for
+    each, of which a system may allow 1,024, and needs room in /dev/shm, of which a container may have 64 MiB.
     It leaves when the launcher closes the pipe: after every rank has reported, because rank 0 holds the store for all
     and a closed connection would make others fail, or when the launcher is killed, so that no rank is orphaned.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
     torch.set_num_threads(1)
+    status = 0
     try:
         if rank:
             port = pipe.recv()
@@ -49,16 +53,16 @@ def rank_main(
         watch.start()
         if world > 1:
             _meet(rank, world, host, port, backend, timeout_s, pipe)
-        report: tuple[Any, ...] = ("result", target(rank, *args))
+        report = pickle.dumps(("result", target(rank, *args)), pickle.HIGHEST_PROTOCOL)
     except BaseException as error:
-        report = ("error", *described(error))
+        report, status = pickle.dumps(("error", *described(error))), 1
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        pipe.send(report)
+        pipe.send_bytes(report)
         watch.join()
     finally:
-        os._exit(0 if report[0] == "result" else 1)
+        os._exit(status)
 
 
 def _leave_with(pipe: Connection) -> None:
