@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError, Thread, current_thread
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import IllegalLayoutError, InputError
+from meshwright.runtime.launch import local
 from meshwright.runtime.launch.local import RankError, run_local
 from meshwright.runtime.launch.rank import follows
 from meshwright.runtime.launch.torchrun import started_by_torchrun
@@ -208,3 +211,23 @@ def test_no_file_of_the_folder_it_is_started_in_is_run(tmp_path: Path) -> None:
 
     assert not ran()
     assert ran("unprotected"), "the file would have been found"
+
+
+def test_starts_from_several_threads_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    inside = Barrier(2)
+
+    def slowly() -> None:
+        with suppress(BrokenBarrierError):
+            inside.wait(0.3)
+        if current_thread() is threads[1]:
+            time.sleep(0.1)
+
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", slowly)
+    threads = [Thread(target=local.start_server) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert "PYTHONSAFEPATH" not in os.environ

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,9 +108,13 @@ def start_server(more: Sequence[str] = ()) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["meshwright.runtime.launch.preload", *more])
-    with _no_modules_from_here():
+    with _starting, _no_modules_from_here():
         forkserver.ensure_running()
     return context
+
+
+#: The environment is of the whole process: two threads that start at once would leave it changed.
+_starting = threading.Lock()
 
 
 @contextmanager
