@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import pairwise
 from math import exp, log
@@ -33,7 +34,7 @@ from meshwright.plan.timing.compute import (
 from meshwright.plan.timing.estimate import Seconds, spread, total, weakest
 from meshwright.plan.wire import compute
 from meshwright.specs.atlas.devices import find_device
-from meshwright.specs.cluster import MeasuredShare, parse_cluster
+from meshwright.specs.cluster import MeasuredPoint, MeasuredShare, parse_cluster
 
 H200 = parse_cluster("1x8xH200")
 
@@ -211,36 +212,41 @@ def test_prefill_limits_the_pools_when_it_is_too_small() -> None:
 
 def test_measured_points_stand_for_the_roofline_of_a_device() -> None:
     """At a point what was measured there, between two of them in between, beyond the last ones as at their ends."""
-    points = ((0.5, 1.0, 30e-6), (2.0, 0.25, 50e-6), (128.0, 0.9, 0.0))
+    given = ((0.5, 1.0, 30e-6, 1e-9), (2.0, 0.25, 50e-6, 0.0), (128.0, 0.9, 0.0, 0.0))
+    points = tuple(MeasuredPoint(*point) for point in given)
     device = replace(find_device("H100-SXM"), measured=(MeasuredShare("dense", "bf16", 0.6, 0.8, points),))
     rate, peak = device.bandwidth_bytes_s, peak_flops(device, "bf16")
 
     def seconds(intensity: float, moved: float = 1e9) -> float:
         return work_seconds(moved, intensity * moved, 4096, device, "dense", "bf16")
 
-    for intensity, share, besides in points:
+    for intensity, share, besides, _ in points:
         best = max(1e9 / rate, intensity * 1e9 / peak)
         assert seconds(intensity) == pytest.approx(best / share + besides)
     assert seconds(1.0) == pytest.approx(1e9 / rate / 0.5 + 40e-6), "the geometric mean of 1 and 0.25"
     assert seconds(0.1) == pytest.approx(seconds(0.5))
+    more = work_seconds(1e9, 0.5e9, 4096, device, "dense", "bf16", outputs=1e6)
+    assert more == pytest.approx(seconds(0.5) + 1e6 * 1e-9)
     assert work_seconds(0.0, 0.0, 0, device, "dense", "bf16") == 0.0
 
 
 def test_points_are_fitted_to_measured_shapes_and_kept_by_the_file(tmp_path: Path) -> None:
-    """Products that reach half of the bandwidth and take 40 us besides; many rows reach all of the peak."""
+    """Products that reach half of the bandwidth and take 40 us besides, and 80 ns for each output: a wide one takes
+    longer than a narrow one of as many bytes. Many rows reach all of the peak."""
     flops, rate = 50e9, 20e9
     samples = []
-    for m, share, besides in ((1, 0.5, 40e-6), (4096, 1.0, 0.0)):
-        for n in (256, 1024, 4096):
-            moved, work = 4 * (m * n + n * n + m * n), 2 * m * n * n
+    for m, share, besides, output in ((1, 0.5, 40e-6, 80e-9), (4096, 1.0, 0.0, 0.0)):
+        for k, n in ((256, 256), (256, 1024), (1024, 256), (1024, 1024), (4096, 4096)):
+            moved, work = 4 * (m * k + k * n + m * n), 2 * m * k * n
             best = max(moved / rate, work / flops)
-            took = best / share + besides
-            samples.append(Sample("matmul", "f32", None, (m, n, n), best / took, took))
+            took = best / share + besides + output * m * n
+            samples.append(Sample("matmul", "f32", None, (m, k, n), best / took, took))
     c = Calibration("a test", 1, {"f32": flops}, rate, work=tuple(samples))
     cluster = measured_cluster(parse_cluster("1xH100-SXM"), c)
     (found,) = cluster.device.measured
-    assert found.points[0] == (0.5, pytest.approx(0.5, rel=1e-3), pytest.approx(40e-6, rel=1e-3))
-    assert found.points[-1][1:] == (pytest.approx(1.0, rel=1e-3), pytest.approx(0.0, abs=1e-7))
+    near = functools.partial(pytest.approx, rel=1e-3)
+    assert found.points[0] == (0.5, near(0.5), near(40e-6), near(80e-9))
+    assert found.points[-1][1:] == (near(1.0), pytest.approx(0.0, abs=1e-7), pytest.approx(0.0, abs=1e-12))
     write(cluster, c, tmp_path / "here.toml")
     assert parse_cluster(str(tmp_path / "here.toml")).device.measured == cluster.device.measured
     bad = (tmp_path / "here.toml").read_text().replace('"points" = [[0.5, ', '"points" = [[1e9, ')

@@ -15,11 +15,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from meshwright.errors import InputError
-from meshwright.ledger.calibrate import Calibration, Sample, Transfer, line
+from meshwright.ledger.calibrate import Calibration, Sample, Transfer
 from meshwright.ledger.calibration_file import as_dict, table_lines
 from meshwright.specs.atlas.devices import match_device
-from meshwright.specs.cluster import Cluster, Device, Driver, Link, MeasuredMove, MeasuredShare
+from meshwright.specs.cluster import Cluster, Device, Driver, Link, MeasuredMove, MeasuredPoint, MeasuredShare
 from meshwright.specs.dtypes import size_bytes
 from meshwright.specs.units import GIB
 
@@ -78,27 +80,38 @@ def shares(c: Calibration) -> Iterable[MeasuredShare]:
     share of the roofline and the seconds besides."""
     for (op, dtype), samples in _by_kind(c.work).items():
         bound = {True: [], False: []}  # type: dict[bool, list[float]]
-        at: dict[float, list[tuple[float, float]]] = {}
+        at: dict[float, list[tuple[float, float, int]]] = {}
         ridge = c.flops_s.get(dtype, min(c.flops_s.values())) / c.bandwidth_bytes_s
         for s in samples:
             intensity = _intensity(s)
             bound[intensity > BEYOND_RIDGE * ridge].append(s.efficiency)
             if s.seconds:
-                at.setdefault(_place(s), []).append((s.efficiency * s.seconds, s.seconds))
+                at.setdefault(_place(s), []).append((s.efficiency * s.seconds, s.seconds, _outputs(s)))
         computing, reading = bound[True] or bound[False], bound[False] or bound[True]
-        points = tuple((intensity, *_reached(found)) for intensity, found in sorted(at.items()))
+        points = tuple(MeasuredPoint(intensity, *_reached(found)) for intensity, found in sorted(at.items()))
         yield MeasuredShare(CLASSES[op], dtype, min(median(reading), 10.0), min(median(computing), 10.0), points)
     if c.light_bytes_s:
         yield MeasuredShare("passes", "f32", min(c.light_bytes_s / c.bandwidth_bytes_s, 1.0), 1.0)
 
 
-def _reached(found: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Share of the roofline and seconds besides: the line through ``(seconds at the best rates, seconds)``."""
-    knots = [(round(best * 1e12), took) for best, took in found]  # in picoseconds
-    besides, rate, _ = line(knots)
-    if len({best for best, _ in knots}) < 2 or besides >= min(took for _, took in found):
-        return median(best / took for best, took in found), 0.0
-    return rate * 1e-12, besides
+def _reached(found: Sequence[tuple[float, float, int]]) -> tuple[float, float, float]:
+    """Share of the roofline, seconds besides and seconds an output of ``(seconds at the best rates, seconds,
+    outputs)``: the plane with the least squares of relative distances, none of its coefficients negative."""
+    best, took, outputs = np.array(found, dtype=float).T
+    rows, least = np.stack([best, np.ones_like(best), outputs], axis=1) / took[:, None], float("inf")
+    kept = median(best / took), 0.0, 0.0
+    for columns in ([0], [0, 1], [0, 2], [0, 1, 2])[: 1 if len(found) < 3 else None]:
+        values, _, rank, _ = np.linalg.lstsq(rows[:, columns], np.ones(len(found)), rcond=None)
+        off = float(np.square(rows[:, columns] @ values - 1).sum())
+        if rank == len(columns) < max(len(found), 2) and values[0] > 0 and (values >= 0).all() and off < least - 1e-12:
+            least, by = off, dict(zip(columns, map(float, values), strict=True))
+            kept = 1 / by[0], by.get(1, 0.0), by.get(2, 0.0)
+    return kept
+
+
+def _outputs(s: Sample) -> int:
+    """Elements of a product's result."""
+    return s.sizes[0] * s.sizes[2] if s.op == "matmul" and len(s.sizes) == 3 else 0
 
 
 def _by_kind(work: Sequence[Sample]) -> dict[tuple[str, str], list[Sample]]:

@@ -40,7 +40,7 @@ PAYLOADS: tuple[int, ...] = (256, 4096, 1 << 15, 1 << 18, (1 << 18) + 4096, 1 <<
 DEVICE_PAYLOADS = tuple(1 << e for e in range(9, 29, 2))
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "send")
 #: Rows and weights of the measured products; ``DEVICE_*``: of an accelerator.
-ROWS: tuple[int, ...] = (1, 4, 16, 64, 256)
+ROWS: tuple[int, ...] = (1, 2, 4, 8, 16, 64, 256)
 WEIGHTS: tuple[tuple[int, int], ...] = (
     (256, 256), (256, 1024), (1024, 256), (576, 1536), (1024, 1024), (1536, 576), (2048, 2048), (576, 49152)
 )  # fmt: skip

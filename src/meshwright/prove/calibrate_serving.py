@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from meshwright import engines
 from meshwright.errors import InputError
 from meshwright.judge.handoff import EngineFailed, Running, Start, free_port
@@ -28,7 +30,7 @@ from meshwright.runtime.load.run import Prompts, drive
 from meshwright.runtime.stepbench import PROMPT, SMALL, bare_steps
 
 #: Layers of the small model; requests that decode together; tokens of each; rounds that count.
-LAYERS, TOGETHER, TOKENS, ROUNDS = 2, (1, 4), 48, 6
+LAYERS, TOGETHER, TOKENS, ROUNDS = 2, (1, 2, 4, 8), 48, 6
 #: Token ids of prompts, below the small model's vocabulary.
 VOCABULARY = 32
 #: Packages without which there is no server.
@@ -43,21 +45,25 @@ def can_serve() -> bool:
 
 
 def serving_entries(device: str, timeout_s: float) -> list[Entry]:
-    """Entries ``serve`` and ``sequence`` with their times, as ``ledger.calibrate.fit`` reads them.
+    """Entries ``serve`` and ``sequence`` with their times, as ``ledger.calibrate.fit`` reads them: a line over the
+    requests together. The bare engine is timed before and after the server, because a machine's speed drifts.
 
     Raises:
         InputError: the server did not come up. RankError: the bare engine failed.
     """
     told = engines.profile("meshwright"), device, LAYERS, TOKENS, TOGETHER
-    bare = run_local(bare_steps, 1, told, timeout_s, backend="gloo")[0]
+    before = run_local(bare_steps, 1, told, timeout_s, backend="gloo")[0]
     with tempfile.TemporaryDirectory(prefix="meshwright-calibrate-") as scratch:
         folder = Path(scratch) / "small"
         write_random({**SMALL, "num_hidden_layers": LAYERS}, folder, seed=0)
         with _server(folder, device) as target:
             served = [_token_s(target, count) for count in TOGETHER]
-    one, more = (max(0.0, a - b) for a, b in zip(served, bare, strict=True))
-    each = max(0.0, (more - one) / (TOGETHER[1] - TOGETHER[0]))
-    found = {"serve": max(0.0, one - each * TOGETHER[0]), "sequence": each}
+    after = run_local(bare_steps, 1, told, timeout_s, backend="gloo")[0]
+    added = [s - (a + b) / 2 for s, a, b in zip(served, before, after, strict=True)]
+    step, each = np.linalg.lstsq(np.array([(1.0, n) for n in TOGETHER]), np.array(added), rcond=None)[0]
+    if min(step, each) < 0:
+        step, each = max(0.0, float(np.median(added))), 0.0
+    found = {"serve": float(step), "sequence": float(each)}
     return [Entry("rank0", op, started_ns=0, ended_ns=max(1, round(s * 1e9))) for op, s in found.items()]
 
 

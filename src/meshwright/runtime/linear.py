@@ -1,10 +1,15 @@
 """``x W^T + b`` as one torch op, ``meshwright::linear``, computed the way that is fastest on this machine's CPU.
 
-What was found on an AVX2 CPU with torch 2.13, one thread, as CPU time of ``F.linear`` over that of the way chosen. fp32
-with the weight as the *left* operand, ``(W x^T)^T``: 256 x 1024 and 4 rows 1.9, 16 rows 1.2; 8192 x 256 and 4 rows 1.8,
-16 rows 1.15; no gain where the output is wide and not very wide. bf16 widened to fp32 for the product: 1536 x 576 and
-16 rows 3.4. CPUs that multiply bf16, and BLAS libraries that do not care which operand is which, answer the probe
-differently: it measures both ways once a process.
+What was found on an AVX2 CPU (EPYC) with torch 2.13, one thread, fp32, weights that are not in the cache, as time of
+``F.linear`` over that of ``(W x^T)^T``, the weight as the *left* operand (256 x 256, 1024 x 256, 256 x 1024,
+1536 x 576, 2048 x 2048, 4096 x 1024): 4 to 8 rows 1.05 to 2.0, 16 rows 0.97 to 1.2, 9 to 15 rows 0.75 to 0.9, 2 and 3
+rows 1.05 to 2.2 where the outputs are at least twice the inputs, elsewhere 0.75 to 1.1; of 8192 outputs also with
+more than 16 rows (1.15). bf16 widened to fp32 for the
+product: 1536 x 576 and 16 rows 3.4. CPUs that multiply bf16, and BLAS libraries that do not care which operand is
+which, answer the probe differently: it measures both ways once a process. A weight stored by columns gains 1.1 to 1.2
+of a step with one or two rows and loses as much with four to eight.
+
+Calling the op costs 15 to 70 us more than the product on this CPU, so that it is called only while a mode listens.
 
 Training asks for the same bits in every process, so its products are not probed: which way they take follows from their
 shapes and the CPU alone (``_traced``).
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +29,16 @@ from torch import Tensor
 
 from meshwright.runtime.differentiable import Product
 
-#: Rows and widths of the probe, and how often each way runs.
-PROBE_ROWS, PROBE_SHAPE, PROBE_RUNS = 8, (256, 1024), 5
+#: Rows and widths of the probe, and how often each way goes through its weights: together they are larger than a second
+#: level cache, because a weight that lies in it is multiplied as fast either way.
+PROBE_ROWS, PROBE_SHAPE, PROBE_WEIGHTS, PROBE_RUNS = 4, (1024, 256), 16, 2
 #: A way is taken when it is at least this much faster than ``F.linear``.
 CLEARLY = 1.15
 #: Rows from which oneDNN multiplies in training. Its speed over that of MKL, one thread, fp32, 1024 rows, on EPYC CPUs:
 #: AVX2 forward 1.03 to 1.15, input gradients 0.7 to 1.04, weight gradients 0.5 to 1.0; AVX-512 1.5 to 2.5 in all three.
 ONEDNN_ROWS = 64
-#: Weights that gain as left operand: input at least so many times the output, or so many outputs.
-NARROW, VERY_WIDE = 2, 4096
+#: Outputs over inputs from which a weight gains as the left operand with two rows, and outputs from which with many.
+WIDE, VERY_WIDE = 2, 4096
 
 _library = torch.library.Library("meshwright", "FRAGMENT")
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -43,6 +49,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
         traced: Tensor = Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return traced
+    if x.is_cpu and not torch._C._len_torch_dispatch_stack():
+        return _on_cpu(x, weight, bias)
     out: Tensor = torch.ops.meshwright.linear(x, weight, bias)
     return out
 
@@ -61,19 +69,19 @@ def _widened(x: Tensor, weight: Tensor) -> Tensor:
 def _better(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:
     """The way to multiply a dtype on this machine, None for ``F.linear``; measured at the first product."""
     way = _swapped if dtype == torch.float32 else _widened
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(PROBE_SHAPE, generator=generator).to(dtype)
-    x = torch.randn(PROBE_ROWS, PROBE_SHAPE[1], generator=generator).to(dtype)
-    ours, plain = (_least_ns(functools.partial(f, x, weight)) for f in (way, F.linear))
+    weights = torch.ones(PROBE_WEIGHTS, *PROBE_SHAPE, dtype=dtype).unbind()
+    x = torch.ones(PROBE_ROWS, PROBE_SHAPE[1], dtype=dtype)
+    ours, plain = (_least_ns(f, x, weights) for f in (way, F.linear))
     return way if plain >= CLEARLY * ours else None
 
 
-def _least_ns(run: Callable[[], object]) -> int:
-    """CPU time of the fastest of some runs."""
+def _least_ns(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Sequence[Tensor]) -> int:
+    """CPU time of the fastest of some rounds through all weights."""
     times = []
     for _ in range(PROBE_RUNS):
         began = time.thread_time_ns()
-        run()
+        for weight in weights:
+            multiply(x, weight)
         times.append(time.thread_time_ns() - began)
     return min(times)
 
@@ -82,8 +90,10 @@ def _gains(rows: int, weight: Tensor) -> bool:
     """Whether another way than ``F.linear`` may be faster for a weight."""
     if weight.dtype == torch.bfloat16:
         return rows > 1
+    if weight.dtype != torch.float32:
+        return False
     n, k = weight.shape
-    return weight.dtype == torch.float32 and rows > 2 and (k >= NARROW * n or n >= VERY_WIDE)
+    return 4 <= rows <= 8 or rows == 16 or (1 < rows < 4 and n >= WIDE * k) or (rows > 16 and n >= VERY_WIDE)
 
 
 @functools.cache

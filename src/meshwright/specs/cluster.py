@@ -35,15 +35,25 @@ class MeasuredMove(NamedTuple):
     knots: tuple[tuple[int, float], ...]
 
 
+class MeasuredPoint(NamedTuple):
+    """What work of an intensity (FLOPs a byte) takes: its time at the best rates over ``share``, ``besides_s``, and
+    ``output_s`` for each element of a product's result."""
+
+    intensity: float
+    share: float
+    besides_s: float
+    output_s: float = 0.0
+
+
 class MeasuredShare(NamedTuple):
     """Shares of a device's memory bandwidth and peak that a class of work (dense, attention; passes: what lies between
-    products) reached in a dtype; ``points``: ``(FLOPs a byte, share of the roofline, seconds besides)``, ascending."""
+    products) reached in a dtype; ``points``: ascending, see ``MeasuredPoint``."""
 
     work: str
     dtype: str
     memory: float
     compute: float
-    points: tuple[tuple[float, float, float], ...] = ()
+    points: tuple[MeasuredPoint, ...] = ()
 
 
 class Driver(NamedTuple):

@@ -53,6 +53,7 @@ from meshwright.specs.cluster import (
     LinkKind,
     MeasuredBoot,
     MeasuredMove,
+    MeasuredPoint,
     MeasuredShare,
     make_cluster,
 )
@@ -303,7 +304,10 @@ def _move(where: str, row: Mapping[str, Any]) -> MeasuredMove:
     )
 
 
-def _point(where: str, point: list[Any]) -> tuple[float, float, float]:
-    if len(point) != 3:
-        raise InputError(f"{where} must be FLOPs a byte, a share and seconds, as calibrate writes them")
-    return _number(where, point[0], 1e-9, 1e12), _number(where, point[1], 1e-9, 1e3), _number(where, point[2], 0, 10)
+def _point(where: str, point: list[Any]) -> MeasuredPoint:
+    if len(point) not in {3, 4}:
+        raise InputError(
+            f"{where} must be FLOPs a byte, a share, seconds and seconds an output, as calibrate writes them"
+        )
+    bounds = ((1e-9, 1e12), (1e-9, 1e3), (0, 10), (0, 1))
+    return MeasuredPoint(*(_number(where, value, *bound) for value, bound in zip(point, bounds, strict=False)))

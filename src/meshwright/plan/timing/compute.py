@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from meshwright.plan.timing.estimate import Seconds, Word, spread
 from meshwright.plan.wire import Op
-from meshwright.specs.cluster import Device
+from meshwright.specs.cluster import Device, MeasuredPoint
 
 #: Shape classes with efficiencies of their own: products with plain and with expert weights, attention cores, and all
 #: that only moves memory (norms, look-ups, recurrent states).
@@ -47,23 +47,27 @@ class Efficiency(NamedTuple):
         memory: share of the device's memory bandwidth.
         compute: share of the peak of the units used, for wide products.
         ramp: width at which a product loses as much time as it computes: time x (1 + ramp / width).
-        points: of a measured device ``(FLOPs a byte, share of the roofline, seconds besides)``; they then stand for all
-            of the above.
+        points: of a measured device; they then stand for all of the above.
     """
 
     memory: float
     compute: float
     ramp: float = 0.0
-    points: tuple[tuple[float, float, float], ...] = ()
+    points: tuple[MeasuredPoint, ...] = ()
 
-    def seconds(self, moved_bytes: float, flops: float, rate: float, peak: float) -> float:
-        """By ``points``: what was measured at this intensity, between two of them straight in its logarithm."""
+    def seconds(self, moved_bytes: float, flops: float, rate: float, peak: float, outputs: float = 0.0) -> float:
+        """By ``points``: what was measured at this intensity, between two of them straight in its logarithm.
+
+        ``outputs``: elements of a product's result.
+        """
         intensity = flops / moved_bytes if moved_bytes else self.points[-1][0]
         at = bisect_right(self.points, (intensity, inf, inf))
-        (x0, low, a), (x1, high, b) = self.points[max(at - 1, 0)], self.points[min(at, len(self.points) - 1)]
-        part = log(intensity / x0) / log(x1 / x0) if x1 > x0 else 0.0
-        share, besides = exp(log(low) + part * log(high / low)), a + part * (b - a)
-        return max(moved_bytes / rate, flops / peak) / share + besides
+        p, q = self.points[max(at - 1, 0)], self.points[min(at, len(self.points) - 1)]
+        part = log(intensity / p.intensity) / log(q.intensity / p.intensity) if q.intensity > p.intensity else 0.0
+        share = exp(log(p.share) + part * log(q.share / p.share))
+        besides = p.besides_s + part * (q.besides_s - p.besides_s)
+        each = p.output_s + part * (q.output_s - p.output_s)
+        return max(moved_bytes / rate, flops / peak) / share + besides + each * outputs
 
 
 @cache
@@ -140,11 +144,20 @@ def roofline(moved_bytes: Any, flops: Any, rate: Any, peak: Any, sharpness: floa
     return (reading**sharpness + computing**sharpness) ** (1.0 / sharpness)
 
 
-def work_seconds(moved_bytes: float, flops: float, width: float, device: Device, kind: ShapeClass, dtype: str) -> float:
-    """Seconds of one kernel without its launch; ``width``: the narrower side of a product's weight (0: none)."""
+def work_seconds(
+    moved_bytes: float,
+    flops: float,
+    width: float,
+    device: Device,
+    kind: ShapeClass,
+    dtype: str,
+    outputs: float = 0.0,
+) -> float:
+    """Seconds of one kernel without its launch; ``width``: the narrower side of a product's weight (0: none);
+    ``outputs``: elements of its result (0: no product)."""
     e, peak = efficiency(device, kind, dtype), peak_flops(device, dtype)
     if e.points:
-        return e.seconds(moved_bytes, flops, device.bandwidth_bytes_s, peak)
+        return e.seconds(moved_bytes, flops, device.bandwidth_bytes_s, peak, outputs)
     peak *= e.compute
     if width:
         peak /= 1.0 + e.ramp / width
@@ -158,9 +171,14 @@ def op_width(op: Op) -> float:
     return float(min(op.shapes[1][-2:])) if op.op == "matmul" else 0.0
 
 
+def op_outputs(op: Op) -> float:
+    """Elements of a product's result; 0 for other ops."""
+    return float(op.shapes[0][-2] * op.shapes[1][-1]) if op.op == "matmul" and len(op.shapes[0]) > 1 else 0.0
+
+
 def op_seconds(op: Op, device: Device) -> float:
     """Seconds of one run of an op on the compute stream, without launch (``repeats`` is left to the caller)."""
-    return work_seconds(op.payload, op.flops, op_width(op), device, shape_class(op), op.dtype)
+    return work_seconds(op.payload, op.flops, op_width(op), device, shape_class(op), op.dtype, op_outputs(op))
 
 
 def op_time(op: Op, device: Device) -> Seconds:

@@ -18,7 +18,7 @@ from meshwright.plan.forward import embedding_ops, head_ops, serving_context, st
 from meshwright.plan.layer_ops import AFTER_CORE, Context, layer_ops
 from meshwright.plan.products import Held, Kind
 from meshwright.plan.timing.collective import Wiring
-from meshwright.plan.timing.compute import ShapeClass, op_width, shape_class
+from meshwright.plan.timing.compute import ShapeClass, op_outputs, op_width, shape_class
 from meshwright.plan.wire import Op
 from meshwright.specs.dtypes import DTYPE_BYTES
 from meshwright.specs.model import Attention
@@ -37,6 +37,7 @@ class Kernel(NamedTuple):
         spread: the experts lie on several ranks, so that the busiest one decides.
         part: what the time is shown as: weights, experts, attention, other.
         repeats: in the step.
+        outputs: elements of a product's result, 0 for other ops.
     """
 
     kind: ShapeClass
@@ -50,6 +51,7 @@ class Kernel(NamedTuple):
     spread: bool
     part: str
     repeats: int
+    outputs: float = 0.0
 
 
 class Message(NamedTuple):
@@ -255,6 +257,7 @@ def work_of(op: Op, count: int, held: int, spread: bool, groups: Groups) -> Kern
         spread,
         _part(op, kind),
         count * op.repeats,
+        op_outputs(op),
     )
 
 

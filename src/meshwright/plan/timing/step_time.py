@@ -115,7 +115,7 @@ def kernel_seconds(k: Kernel, e: Efficiency, rate: float, peak: float) -> float:
             read = min(read + c["imbalance"] * read**0.5, k.held)
         moved = moved * read / k.experts
     if e.points:
-        return e.seconds(moved, k.flops, rate, peak)
+        return e.seconds(moved, k.flops, rate, peak, k.outputs)
     top = peak * e.compute
     if k.rows:
         top /= 1.0 + c["tile"] / k.rows
