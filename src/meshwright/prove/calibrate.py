@@ -49,7 +49,7 @@ DEVICE_WEIGHTS = ((1024, 1024), (4096, 4096), (4096, 14336), (14336, 4096), (819
 #: Attention cores: decode by sequences and cached tokens, prefill by tokens; heads, KV heads and width.
 HEADS: tuple[tuple[int, int, int], ...] = ((9, 3, 64), (8, 2, 128))
 DEVICE_HEADS = ((32, 8, 128),)
-DECODES: tuple[tuple[int, int], ...] = ((1, 128), (4, 128), (1, 1024), (8, 512))
+DECODES: tuple[tuple[int, int], ...] = ((1, 128), (4, 128), (16, 128), (1, 1024), (8, 512))
 PREFILLS: tuple[int, ...] = (64, 256)
 DEVICE_DECODES, DEVICE_PREFILLS = ((1, 1024), (16, 1024), (64, 4096)), (512, 2048, 8192)
 #: Weights that products walk through: beyond the caches.

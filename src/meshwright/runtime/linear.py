@@ -116,14 +116,15 @@ def _traced(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if weight.requires_grad or not weight.is_contiguous():
         return _traced(x, weight, bias)
-    rows = x.numel() // max(1, x.shape[-1])
+    rows = x.shape[0] if x.dim() == 2 else x.numel() // max(1, x.shape[-1])
     way = _better(weight.dtype) if _gains(rows, weight) else None
     if way is None:
         return F.linear(x, weight, bias)
-    out = way(x.reshape(rows, -1), weight)
+    flat = x.dim() == 2
+    out = way(x if flat else x.reshape(rows, -1), weight)
     if bias is not None:
         out = out + bias
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    return out if flat else out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 _library.impl("linear", F.linear, "CompositeExplicitAutograd")

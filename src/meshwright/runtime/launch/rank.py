@@ -6,6 +6,7 @@ after its report is out.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import re
@@ -14,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,6 +25,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from meshwright.errors import InputError, MeshwrightError
+
+#: Parameters of mallopt(3): blocks up to so many bytes come from the heap, and so many free bytes stay in it.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_BLOCK, _MOST_KEPT = 1 << 30, (1 << 31) - 1
 
 
 def rank_main(
@@ -45,6 +51,7 @@ def rank_main(
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
     torch.set_num_threads(1)
+    keep_freed_memory()
     status = 0
     try:
         if rank:
@@ -63,6 +70,19 @@ def rank_main(
         watch.join()
     finally:
         os._exit(status)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep large blocks for what comes next instead of handing them back to the system.
+
+    A pass takes and frees the same large blocks again and again; glibc maps each of them anew, and first touching new
+    pages of a gathered KV cache doubled an attention core's time (16 sequences of 160 tokens, torch 2.13, AVX2 EPYC in
+    a virtual machine). Elsewhere nothing happens.
+    """
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK)
+        library.mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
 
 
 def _leave_with(pipe: Connection) -> None:

@@ -250,9 +250,10 @@ class Rank:
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
-        from meshwright.runtime.launch.rank import described
+        from meshwright.runtime.launch.rank import described, keep_freed_memory
 
         torch.set_num_threads(1)
+        keep_freed_memory()
         timeout = timedelta(seconds=timeout_s)
         try:
             if world > 1:

@@ -35,12 +35,13 @@ def run_here(
     import torch
     import torch.distributed as dist
 
-    from meshwright.runtime.launch.rank import described
+    from meshwright.runtime.launch.rank import described, keep_freed_memory
 
     rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if started != world:
         raise InputError(f"the layout needs {world} ranks, torchrun started {started}; use --nproc-per-node {world}")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    keep_freed_memory()
     if world == 1:
         return 0, [target(0, *args)]
     try:
