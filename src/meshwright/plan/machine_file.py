@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from meshwright.errors import InputError
 from meshwright.ledger.calibrate import Calibration, Sample, Transfer
 from meshwright.ledger.calibration_file import as_dict, table_lines
@@ -97,6 +95,8 @@ def shares(c: Calibration) -> Iterable[MeasuredShare]:
 def _reached(found: Sequence[tuple[float, float, int]]) -> tuple[float, float, float]:
     """Share of the roofline, seconds besides and seconds an output of ``(seconds at the best rates, seconds,
     outputs)``: the plane with the least squares of relative distances, none of its coefficients negative."""
+    import numpy as np
+
     best, took, outputs = np.array(found, dtype=float).T
     rows, least = np.stack([best, np.ones_like(best), outputs], axis=1) / took[:, None], float("inf")
     kept = median(best / took), 0.0, 0.0

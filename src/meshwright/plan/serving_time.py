@@ -200,8 +200,9 @@ def _at_rate(
 ) -> ServingTime:
     """Random arrivals at ``rate`` a replica: requests inside by Little's law, prompts wait as in an M/D/1 queue.
 
-    Requests that decode share the device, the more of them the longer each step: how many there are is the birth and
-    death process of processor sharing (``timing.sharing``), whose mean is above that of mean loads.
+    Requests that decode share the device, the more of them the longer each step, and those whose prompts were worked
+    on together begin together: how many there are is a birth and death process (``timing.sharing``), whose mean is
+    above that of mean loads.
     """
     running, found = 1, steps(1)
     for _ in range(LITTLE_ROUNDS):
@@ -216,7 +217,7 @@ def _at_rate(
     if busy < 1:
         points = sorted({min(max(1, round(running * share)), capacity) for share in SPREAD})
         known = [(n, workload.osl * (found if n == running else steps(n)).steps.dec / free) for n in points]
-        crowd = shared(rate, capacity, known)
+        crowd = shared(rate, capacity, known, min(max(1 - free, 0.0), busy))
     if crowd is not None:
         running = min(max(1, round(crowd.met)), capacity)
         found = steps(running)

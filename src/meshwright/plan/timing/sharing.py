@@ -4,16 +4,28 @@ Requests arrive as a Poisson process and are served together; with n inside each
 processor sharing with a rate that depends on the state, whose distribution is that of a birth and death process for any
 distribution of the work (Cohen, "The multiple phase service network with generalized processor sharing", Acta
 Informatica 12, 1979). Beyond the places that there are requests wait.
+
+While prompts are worked on nobody decodes. Seen from the decode steps, whose clock stands still meanwhile, those who
+arrive during a prompt join together with it: bunches as large as the number served in a busy period of a queue whose
+load is the share of time that prompts take (Borel's distribution for prompts of one length; Takacs, "Introduction to
+the Theory of Queues", 1962, for busy periods). That sharing with bunched arrivals forgets the distribution of the work
+is an approximation; ``tests/plan/test_sharing.py`` holds it against a simulation.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
+from math import exp, lgamma, log
 from typing import NamedTuple
 
-#: Weight, over the largest, below which more requests are not looked at.
-NEGLIGIBLE = 1e-12
+#: Weight, over the largest, below which more requests are not looked at; and how many there may be.
+NEGLIGIBLE, MOST = 1e-12, 20_000
+#: Sizes of a bunch that are looked at, and the largest share of time for prompts whose bunches are.
+LARGEST_BUNCH, BUSIEST = 512, 0.95
+#: The share of weights of following numbers is constant where it changes by less.
+STEADY = 1e-10
 
 
 class Crowd(NamedTuple):
@@ -25,31 +37,54 @@ class Crowd(NamedTuple):
     met: float
 
 
-def shared(rate: float, places: int, seconds: Sequence[tuple[int, float]]) -> Crowd | None:
+def shared(rate: float, places: int, seconds: Sequence[tuple[int, float]], prompts: float = 0.0) -> Crowd | None:
     """Mean numbers at ``rate`` arrivals a second; None where they grow without end.
 
     Args:
         rate: arrivals a second. places: requests served at once at most.
         seconds: ``(n, seconds that one of n takes)``, ascending in n; straight lines between and beyond.
+        prompts: share of the time that prompts take.
     """
-    weights, best, n = [1.0], 1.0, 0
-    while n < places and (weights[-1] > NEGLIGIBLE * best or n < seconds[0][0]):
+    import numpy as np
+
+    chances = np.array(bunches(prompts))
+    later, bunch_rate = chances[::-1], rate / float(chances.sum())
+    weights, best, ratio, n = np.zeros(MOST), 1.0, 0.0, 0
+    weights[0] = 1.0
+    while n + 1 < MOST:
         n += 1
-        weights.append(weights[-1] * rate * _line(seconds, n) / n)
-        best = max(best, weights[-1])
-        if best > 1e200:
-            weights, best = [w / best for w in weights], 1.0
-    tail = waiting = 0.0
-    if n == places:
-        load = rate * _line(seconds, places) / places
-        if load >= 1:
+        served, reach = min(n, places), min(n, len(later))
+        if n == places and rate * _line(seconds, places) >= places:
             return None
-        tail = weights[-1] * load / (1 - load)
-        waiting = tail / (1 - load)
-    whole = sum(weights) + tail
-    inside = sum(k * w for k, w in enumerate(weights)) + places * tail
-    squares = sum(k * k * w for k, w in enumerate(weights)) + places * places * tail
-    return Crowd(inside / whole, waiting / whole, squares / inside)
+        entering = bunch_rate * float(np.dot(weights[n - reach : n], later[len(later) - reach :]))
+        weights[n] = entering * _line(seconds, served) / served
+        best, before, ratio = max(best, weights[n]), ratio, weights[n] / weights[n - 1]
+        if best > 1e200:
+            weights, best = weights / best, 1.0
+        if n >= seconds[0][0] and weights[n] < NEGLIGIBLE * best:
+            break
+        if n > places and abs(ratio - before) < STEADY:
+            break
+    held, numbers = weights[: n + 1], np.arange(n + 1)
+    tail = held[n] * ratio / (1 - ratio) if n >= places and ratio < 1 else 0.0
+    beyond = n + 1 / (1 - ratio) - places if tail else 0.0
+    inside_n = np.minimum(numbers, places)
+    whole, inside = held.sum() + tail, (inside_n * held).sum() + places * tail
+    squares = (inside_n**2 * held).sum() + places**2 * tail
+    waiting = ((numbers - inside_n) * held).sum() + beyond * tail
+    return Crowd(float(inside / whole), float(waiting / whole), float(squares / inside))
+
+
+@lru_cache(1024)
+def bunches(prompts: float) -> tuple[float, ...]:
+    """Chances that a bunch is larger than 0, 1, 2, ...: Borel's distribution, whose mean is 1 / (1 - prompts)."""
+    r = min(max(prompts, 0.0), BUSIEST)
+    larger = [1.0]
+    for k in range(1, LARGEST_BUNCH + 1 if r else 1):
+        larger.append(larger[-1] - exp(-r * k + (k - 1) * log(r * k) - lgamma(k + 1)))
+        if larger[-1] < NEGLIGIBLE:
+            break
+    return tuple(x for x in larger if x > NEGLIGIBLE)
 
 
 def _line(points: Sequence[tuple[int, float]], n: int) -> float:

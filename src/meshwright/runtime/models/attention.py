@@ -83,11 +83,25 @@ def decode(q_BHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, batch: Batch, how: Sco
     q = q_BHd.view(b, heads, h // heads, d)
     seen = None
     if how.window is not None or min(batch.contexts) < longest:
-        at = batch.positions_T[:, None]
-        seen = _visible(at, torch.arange(longest, device=q.device)[None, :], how.window)[:, None, None, :]
+        seen = _decode_mask(batch, longest, how, q.dtype)
     sinks = None if how.sinks_H is None else how.sinks_H.view(heads, h // heads, 1)
     out = _weighted(q, k_BSKd.transpose(1, 2), v_BSKd.transpose(1, 2), seen, how.scale, sinks)
     return out.reshape(b, -1)
+
+
+def _decode_mask(batch: Batch, longest: int, how: Scores, dtype: torch.dtype) -> Tensor:
+    """What each sequence sees, ``(B, 1, 1, S)``: of layers with sinks as truth values, else as what is added to scores,
+    to which the attention would turn it in every layer anew."""
+    added = how.sinks_H is None
+    key = "mask", len(batch.contexts), longest, how.window, dtype if added else None
+    found = batch.kept.get(key)
+    if found is None:
+        at = batch.positions_T[: len(batch.contexts), None]
+        found = _visible(at, torch.arange(longest, device=at.device)[None, :], how.window)[:, None, None, :]
+        if added:
+            found = torch.zeros_like(found, dtype=dtype).masked_fill_(~found, float("-inf"))
+        batch.kept[key] = found
+    return found
 
 
 def _weighted(

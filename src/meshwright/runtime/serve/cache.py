@@ -7,8 +7,8 @@ width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ class Batch:
         rows: rows of T whose keys and values this rank caches, None: all.
         real: ``(T,)``, whether a row holds a token; None: all do.
         here: ``(S, 1)``, whether this rank has the sampled row; None: it has all.
+        kept: what layers work out from the pass alone and others can use again, by what it is of.
     """
 
     ids_T: Tensor
@@ -48,6 +49,7 @@ class Batch:
     rows: Tensor | None = None
     here: Tensor | None = None
     real: Tensor | None = None
+    kept: dict[Hashable, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def stored(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Of values for every row those that this rank caches."""
