@@ -34,6 +34,8 @@ SHORTEST_S, TIMES = 0.003, 3
 CALLS, MOVE_TIMES, LARGE_TIMES, LARGE_BYTES = 12, 15, 5, 4 << 20
 #: Largest stretch of memory that products walk through.
 MAX_FOOTPRINT_BYTES = 256 << 20
+#: Most layers of a cache that attention cores walk through.
+MOST_LAYERS = 16
 #: Memory traffic is measured on so much: beyond the caches.
 COPY_BYTES = 64 << 20
 #: Layers of the two small models whose difference is a layer, tokens they decode, and how often all of it is timed.
@@ -202,7 +204,7 @@ def _products(job: BenchJob, dtype: torch.dtype, device: torch.device) -> Iterat
 
 
 def _cores(job: BenchJob, dtype: torch.dtype, device: torch.device) -> Iterator[Entry]:
-    """Attention over a paged cache of its own for every case."""
+    """Attention over a paged cache of its own for every case, layer by layer, so that it is not in the processor's."""
     import torch
 
     from meshwright.runtime.models.attention import Scores, attend
@@ -211,17 +213,22 @@ def _cores(job: BenchJob, dtype: torch.dtype, device: torch.device) -> Iterator[
     for c in job.cores:
         shape = CacheShape(c.kv_heads, c.width, c.value_width)
         blocks = c.sequences * blocks_for(c.past + c.new, 16)
-        cache = PagedCache({0: shape}, blocks, 16, dtype, device)
+        held = blocks * 16 * c.kv_heads * (c.width + c.value_width) * dtype.itemsize
+        layers = max(1, min(MOST_LAYERS, job.footprint_bytes // held))
+        cache = PagedCache(dict.fromkeys(range(layers), shape), blocks, 16, dtype, device)
         if c.past:
             cache.batch([(s, [0] * c.past) for s in range(c.sequences)], [False] * c.sequences, "prefill")
         batch = cache.batch([(s, [0] * c.new) for s in range(c.sequences)], [True] * c.sequences, c.phase)
         q = torch.full((c.sequences * c.new, c.heads, c.width), 0.1, dtype=dtype, device=device)
         how = Scores()
 
-        def call(q: Tensor = q, batch: object = batch, cache: PagedCache = cache, how: Scores = how) -> None:
-            attend(q, 0, batch, cache, how)  # type: ignore[arg-type]
+        def call(
+            q: Tensor = q, batch: Batch = batch, cache: PagedCache = cache, how: Scores = how, layers: int = layers
+        ) -> None:
+            for layer in range(layers):
+                attend(q, layer, batch, cache, how)
 
-        yield from _timed(call, core_entry(c, job.dtype, dtype.itemsize))
+        yield from _timed(call, core_entry(c, job.dtype, dtype.itemsize), share=layers)
 
 
 def core_entry(c: Core, dtype: str, size: int) -> Entry:
