@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwright.runtime.mesh import Group, Mesh
+    from meshwright.runtime.serve.cache import Batch
 
 #: Seconds that one repetition lasts at least, and how many there are.
 SHORTEST_S, TIMES = 0.003, 3
