@@ -4,10 +4,10 @@ What was found on an AVX2 CPU (EPYC) with torch 2.13, one thread, fp32, weights 
 ``F.linear`` over that of ``(W x^T)^T``, the weight as the *left* operand (256 x 256, 1024 x 256, 256 x 1024,
 1536 x 576, 2048 x 2048, 4096 x 1024): 4 to 8 rows 1.05 to 2.0, 16 rows 0.97 to 1.2, 9 to 15 rows 0.75 to 0.9, 2 and 3
 rows 1.05 to 2.2 where the outputs are at least twice the inputs, elsewhere 0.75 to 1.1; of 8192 outputs also with
-more than 16 rows (1.15). bf16 widened to fp32 for the
-product: 1536 x 576 and 16 rows 3.4. CPUs that multiply bf16, and BLAS libraries that do not care which operand is
-which, answer the probe differently: it measures both ways once a process. A weight stored by columns gains 1.1 to 1.2
-of a step with one or two rows and loses as much with four to eight.
+more than 16 rows (1.15). bf16 widened to fp32 for the product: 1536 x 576 and 16 rows 3.4. CPUs that multiply bf16, and
+BLAS libraries that do not care which operand is which, answer the probe differently: it measures both ways once a
+process. A weight stored by columns gains 1.1 to 1.2 of a step with one or two rows and loses as much with four to
+eight.
 
 Calling the op costs 15 to 70 us more than the product on this CPU, so that it is called only while a mode listens.
 

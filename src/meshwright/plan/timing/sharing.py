@@ -65,6 +65,9 @@ def shared(rate: float, places: int, seconds: Sequence[tuple[int, float]], promp
             break
         if n > places and abs(ratio - before) < STEADY:
             break
+    else:
+        if ratio >= 1:
+            return None
     held, numbers = weights[: n + 1], np.arange(n + 1)
     tail = held[n] * ratio / (1 - ratio) if n >= places and ratio < 1 else 0.0
     beyond = n + 1 / (1 - ratio) - places if tail else 0.0
