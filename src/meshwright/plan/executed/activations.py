@@ -86,6 +86,8 @@ class _Walk:
         placement, train, pp = self.own.placement, self.own.train, self.own.at.pp
         count = microbatches(placement.layout, train)
         standing = count * 3 * 8 * self.own.c.tokens
+        if placement.layout.cp > 1:  # ids and labels before they are dealt; each one's tables of who has which position
+            standing += count * 2 * 8 * (self.own.c.tokens * placement.layout.cp + train.seq)
         sent, coming = 0, set[tuple[str, int, int]]()  # gloo says of no send that it is over before the end
         for instruction in program(table(placement.layout, count), pp):
             if isinstance(instruction, HandOff):
