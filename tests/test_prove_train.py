@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -83,17 +84,19 @@ def test_the_command_proves_a_step_and_its_ledger_is_what_the_hand_counts(models
     assert held == {"weights": 4 * numel, "gradients": 4 * numel, "optimizer": 8 * numel}
 
 
-#: How far activation peaks may be from their predictions; with several chunks a rank the walk does not know which
-#: hand-offs are over at the highest moment (interleaved 21 % too high, zbv 10 % too low).
-NEAR, NEAR_CHUNKS = 0.05, 0.25
+#: Layouts whose activation peaks are known to be predicted wrong, and how far each rank's is: with several chunks a
+#: rank the walk does not know all that is alive at the highest moment.
+KNOWN = {
+    "pp=2,dp=2,zero=1,schedule=interleaved,virtual=2": (-0.215, -0.215, -0.170, -0.170),
+    "pp=2,dp=2,zero=2,schedule=zbv": (-0.001, -0.001, 0.102, 0.102),
+}
 
 
 def assert_peaks(found: list[TrainProof]) -> None:
-    """Activation peaks are where they were predicted."""
-    for p in found:
-        bound = NEAR_CHUNKS if p.layout.virtual > 1 or p.layout.schedule in {"zbv", "dualpipev"} else NEAR
-        far = [round(peak.apart, 3) for peak in p.peaks]
-        assert p.layout.zero == 3 or all(abs(apart) < bound for apart in far), (str(p.layout), far)
+    """Activation peaks are where they were predicted, within 5 %, and the known ones as far away as they were."""
+    apart = {str(p.layout): [round(peak.apart, 3) for peak in p.peaks] for p in found if p.layout.zero < 3}
+    off = {name: np.subtract(row, KNOWN.get(name, 0.0)) for name, row in apart.items()}
+    assert all((np.abs(row) < 0.05).all() for row in off.values()), apart
 
 
 @pytest.mark.timeout(400)

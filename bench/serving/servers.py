@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import vllm_cpu
+from meshwright.judge.handoff import free_port
 from meshwright.runtime.load.client import Target, target_of
 
 ROOT = Path(__file__).parents[2]
@@ -69,9 +69,7 @@ def serving(kind: str, model: Path) -> Iterator[Server]:
     Raises:
         SystemExit: it ended, or was not healthy in time; with the end of what it printed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words, extra = _command(kind, model, port)
     with tempfile.TemporaryDirectory(prefix="meshwright-server-") as folder, Path(folder, "log").open("w+") as log:
         began = time.monotonic()

@@ -100,7 +100,7 @@ def _reached(found: Sequence[tuple[float, float, int]]) -> tuple[float, float, f
     best, took, outputs = np.array(found, dtype=float).T
     rows, least = np.stack([best, np.ones_like(best), outputs], axis=1) / took[:, None], float("inf")
     kept = median(best / took), 0.0, 0.0
-    for columns in ([0], [0, 1], [0, 2], [0, 1, 2])[: 1 if len(found) < 3 else None]:
+    for columns in ([0], [0, 1], [0, 2], [0, 1, 2]):
         values, _, rank, _ = np.linalg.lstsq(rows[:, columns], np.ones(len(found)), rcond=None)
         off = float(np.square(rows[:, columns] @ values - 1).sum())
         if rank == len(columns) < max(len(found), 2) and values[0] > 0 and (values >= 0).all() and off < least - 1e-12:

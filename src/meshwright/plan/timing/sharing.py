@@ -54,10 +54,11 @@ def shared(rate: float, places: int, seconds: Sequence[tuple[int, float]], promp
     while n + 1 < MOST:
         n += 1
         served, reach = min(n, places), min(n, len(later))
-        if n == places and rate * _line(seconds, places) >= places:
+        each = _line(seconds, served)
+        if n == places and rate * each >= places:
             return None
         entering = bunch_rate * float(np.dot(weights[n - reach : n], later[len(later) - reach :]))
-        weights[n] = entering * _line(seconds, served) / served
+        weights[n] = entering * each / served
         best, before, ratio = max(best, weights[n]), ratio, weights[n] / weights[n - 1]
         if best > 1e200:
             weights, best = weights / best, 1.0
